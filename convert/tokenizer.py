@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import normalizers
 
 from jaxspec.errors import CheckpointError
+from jaxspec.models.tokenizer import check_repeatable
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import LARGEST_TEXT_BYTES, is_there, reading
 
@@ -49,8 +50,8 @@ def convert_tokenizer(
     Llama's tokenizer, which newer versions dropped.
 
     Raises:
-      CheckpointError: the files exist but cannot be read, or the prefix is outside the vocabulary
-        of the model.
+      CheckpointError: the files exist but cannot be read, the tokenizer has BPE dropout, or the
+        prefix is outside the vocabulary of the model.
     """
     for name in (*_PIPELINES, *_OTHERS):
         if is_there(source / name):
@@ -81,6 +82,7 @@ def convert_tokenizer(
         pipeline = tokenizer.backend_tokenizer
         if has_pipeline:
             pipeline = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+        check_repeatable(pipeline, named=f"The tokenizer in {source}")
         prefix = _prefix(pipeline, settings, tokenizer, is_lone_sentencepiece=not has_pipeline)
         tokenizer.save_pretrained(target)
         if has_pipeline:

@@ -285,6 +285,7 @@ def run_command(args: Sequence[str]) -> int:
 
     from jaxspec.runtime.compilation import finish_cache_writes
     from jaxspec.runtime.console import Console
+    from jaxspec.runtime.options import check_numbers
 
     command = tyro.cli(
         load_command(name),
@@ -292,6 +293,7 @@ def run_command(args: Sequence[str]) -> int:
         args=options,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
+    check_numbers(command)
     prepare_process()
     with signals.called_at_end(finish_cache_writes):
         document = command.run(Console())

@@ -8,8 +8,8 @@ import json
 import math
 import pathlib
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 from scipy import optimize
@@ -18,6 +18,8 @@ from jaxspec.analysis.passes import Pass, Work
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.documents import as_json
+from jaxspec.runtime.files import decode_text, read_input
+from jaxspec.runtime.options import LARGEST_COUNT, check_between
 
 
 class Timed(Protocol):
@@ -120,6 +122,12 @@ DEVICES: dict[str, Device] = {
 }
 
 
+# From the architectures of target and draft model to their devices, and the block of KV.
+FindDevices: TypeAlias = Callable[
+    [ModelConfig, ModelConfig | None], tuple[Device, Device, int | None]
+]
+
+
 def split(device: Device, num_shards: int) -> Device:
     """Several devices that split a model evenly, as one device: their rates add up, sequential
     steps do not get shorter, and communication is not counted."""
@@ -131,39 +139,45 @@ def split(device: Device, num_shards: int) -> Device:
     )
 
 
-def find_devices(
-    name: str, target: ModelConfig, draft: ModelConfig | None
-) -> tuple[Device, Device, int | None]:
-    """Devices for the passes of target and draft model, from a datasheet or fitted, and the block
-    of KV that attention reads there at a time (None: one kernel reads all, as assumed for
-    datasheets).
+def read_device(name: str) -> FindDevices:
+    """A function that finds the devices for the passes of target and draft model, from a datasheet
+    or fitted, and the block of KV that attention reads there at a time (None: one kernel reads all,
+    as assumed for datasheets). Its arguments are the architectures of target and draft model, of
+    which the second may be None.
 
-    If a document is for the requested pair, the constants that were fitted to each model are used;
-    for another pair, those that were fitted to both.
+    If a document is for that pair, the constants that were fitted to each model are used; for
+    another pair, those that were fitted to both. The document is read now, once.
 
     Args:
       name: a key of `DEVICES`, or the file of a document of `jaxspec bench decode`.
-      target: architecture of the target.
-      draft: that of the draft model, or None.
 
     Raises:
       SettingError: there is no such device or document.
     """
     if name in DEVICES:
-        return DEVICES[name], DEVICES[name], None
+        return lambda target, draft: (DEVICES[name], DEVICES[name], None)
     try:
-        text = pathlib.Path(name).read_text(encoding="utf-8")
-        model = read_document(text)["cost_model"]
-        block = model["block"]
-        pair = [None if each is None else as_json(each.to_json()) for each in (target, draft)]
-        kinds = ("target", "draft") if [model["target"], model["draft"]] == pair else ("all", "all")
-        of_target, of_draft = (model["fits"][kind]["device"] for kind in kinds)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        model = read_document(decode_text(read_input(pathlib.Path(name))))["cost_model"]
+        fitted_pair, block = [model["target"], model["draft"]], model["block"]
+        if block is not None:
+            check_between("block", block, 1, LARGEST_COUNT)
+        fits = {kind: Device.from_json(fit["device"]) for kind, fit in model["fits"].items()}
+        of_both = fits["all"]
+    except SettingError:
+        raise
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"--device {name} is neither one of {', '.join(DEVICES)} nor a document that "
             "`jaxspec bench decode --json` printed; name one of these."
         ) from error
-    return Device.from_json(of_target), Device.from_json(of_draft), block
+
+    def find(target: ModelConfig, draft: ModelConfig | None) -> tuple[Device, Device, int | None]:
+        pair = [None if each is None else as_json(each.to_json()) for each in (target, draft)]
+        if pair != fitted_pair:
+            return of_both, of_both, block
+        return fits.get("target", of_both), fits.get("draft", of_both), block
+
+    return find
 
 
 def read_document(text: str) -> Any:

@@ -27,6 +27,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 
+from jaxspec.analysis import cost
 from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.analysis.planning.bytes import Compiles, LoopBytes, Say
 from jaxspec.analysis.planning.request import (
@@ -41,7 +42,9 @@ from jaxspec.analysis.planning.request import (
 )
 from jaxspec.analysis.planning.speed import SpeedPrediction
 from jaxspec.checkpoint.format import parse_dtype
+from jaxspec.decode.settings import LARGEST_NUM_SLOTS
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.plan import (
@@ -55,8 +58,8 @@ from jaxspec.engine.plan import (
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.options import LARGEST_NUMBER, check_between
 from jaxspec.runtime.values import (
-    LARGEST_BYTES,
     check_kind,
     is_one_of,
     listed,
@@ -68,6 +71,7 @@ from jaxspec.runtime.values import (
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
+MOST_DEVICES = 1024  # that a model is split over
 MAX_ATTEMPTS = 8  # settings that are compiled before the planner gives up
 
 
@@ -134,31 +138,39 @@ def plan_memory(
         an argument out of range; a mesh that does not fit the target (the message has those that
         do).
     """
-    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
-    batch = whole_number("batch", batch, least=1)
-    context = whole_number("context", context, least=1)
-    num_devices = whole_number("num_devices", num_devices, least=1)
-    keep = number("keep", keep, above=0, most=1, expected="a share, above 0 and at most 1")
-    if prompt_tokens is None:
-        prompt_tokens = max(context // 2, 1)
-    prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_NUMBER)
+    batch = whole_number("batch", batch)
+    context = whole_number("context", context)
+    num_devices = whole_number("num_devices", num_devices)
+    keep = number("keep", keep)
+    if prompt_tokens is not None:
+        prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
     device = text("device", device)
     dtype = None if dtype is None else parse_dtype(dtype).name
     if not is_one_of(compiles, get_args(Compiles)):
         raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
-    if search is not None:
-        check_kind("search", search, Search, "a Search of settings, or None")
     if not callable(say):
         raise refusal("say", say, "a function of a text")
-    if not 1 <= prompt_tokens < context:
-        raise SettingError(
-            f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "
-            "1, and fewer than the context."
-        )
+    search = Search() if search is None else search
+    check_kind("search", search, Search, "a Search of settings, or None")
+    verifier, scheduler = make_verifier(verifier), make_scheduler(scheduler)
     if drafter is not None and draft is not None:
         raise SettingError("Both a draft model and a drafter were given; plan with one of them.")
-    described, search = describe(target), Search() if search is None else search
+    prompt_tokens = max(context // 2, 1) if prompt_tokens is None else prompt_tokens
+    check_asked(
+        budget_bytes,
+        batch=batch,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        keep=keep,
+        acceptance=acceptance,
+        mesh=mesh,
+        num_devices=num_devices,
+        search=search,
+    )
+    find_devices = cost.read_device(device)
+    described = describe(target)
     drafting = None if draft is None else DescribedDraft(model=describe(draft))
     if drafter is not None:
         drafting = describe_draft(drafter)
@@ -169,11 +181,12 @@ def plan_memory(
         batch=batch,
         context=context,
         prompt_tokens=prompt_tokens,
-        device=device,
+        is_datasheet=device in cost.DEVICES,
+        find_devices=find_devices,
         acceptance=acceptance,
         given_dtype=dtype,
-        verifier=make_verifier(verifier),
-        scheduler=make_scheduler(scheduler),
+        verifier=verifier,
+        scheduler=scheduler,
         mesh=mesh,
         num_devices=num_devices,
         search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
@@ -219,6 +232,49 @@ def _as_mesh(mesh: Any) -> tuple[int, int] | None:
         raise refusal("mesh", mesh, "two whole numbers, of the axes data and model")
     data, model = (whole_number("mesh", size, least=1) for size in sizes)
     return data, model
+
+
+def check_asked(
+    budget_bytes: int,
+    *,
+    batch: int,
+    context: int,
+    prompt_tokens: int | None,
+    keep: float,
+    acceptance: float | Sequence[float],
+    mesh: tuple[int, int] | None,
+    num_devices: int,
+    search: Search,
+) -> None:
+    """Raises `SettingError` for numbers that nothing can be planned for; see `plan_memory`. No
+    model is needed for this."""
+    check_between("budget_bytes", budget_bytes, 1, LARGEST_NUMBER)
+    check_between("batch", batch, 1, LARGEST_NUM_SLOTS)
+    check_between("context", context, 2, LARGEST_NUM_SLOTS)
+    check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
+    check_between("keep", keep, 0, 1, excludes_least=True)
+    if prompt_tokens is not None and not 1 <= prompt_tokens < context:
+        raise SettingError(
+            f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "
+            "1, and fewer than the context."
+        )
+    for chance in (acceptance,) if isinstance(acceptance, (int, float)) else acceptance:
+        check_between("acceptance", chance, 0, 1)
+    data, model = (num_devices, 1) if mesh is None else mesh
+    check_between("num_devices", num_devices, 1, MOST_DEVICES)
+    check_between("data * model of the mesh", data * model, 1, MOST_DEVICES)
+    for name in ("draft_lengths", "prefill_chunks", "kv_dtypes", "draft_kv_dtypes"):
+        if getattr(search, name) == ():
+            raise SettingError(
+                f"There is nothing to choose from: {name} has no value; give at least one to try."
+            )
+    for draft_length in search.draft_lengths or ():
+        check_between("draft_lengths", draft_length, 0, context)
+    for chunk in search.prefill_chunks:
+        check_between("prefill_chunks", chunk, 1, LARGEST_NUM_SLOTS)
+    for window in search.draft_kv_windows:
+        if window is not None:
+            check_kv_window(window, NUM_SINKS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -436,7 +492,7 @@ class Planner:
             )
             fits = "no weight dtype" if bits is None else f"{bits}-bit weights, which jaxspec lacks"
             advice.append(f"{fits} would fit")
-        axes = model_axes(self.request.target.config, 1024)
+        axes = model_axes(self.request.target.config, MOST_DEVICES)
         enough = [each for each in axes if parts.weights_bytes / each <= budget_bytes]
         if enough and lightest.num_model_shards == 1:
             advice.append(f"a mesh axis model of {enough[0]} devices splits them")

@@ -29,6 +29,7 @@ with different ones, count as drawn independently.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -39,6 +40,7 @@ from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
+from jaxspec.runtime.files import decode_text, read_input
 
 # The fields of `SamplingParams` that decide which tokens are drawn and where the output ends.
 SAMPLING_FIELDS = [
@@ -125,14 +127,33 @@ def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
         off.
       SettingError: a field or sampling parameter is unknown, out of range, or given twice.
     """
-    name = os.fspath(path)
+    text, _ = read_outputs_text(path)
+    return parse_outputs(text, target, name=os.fspath(path))
+
+
+def read_outputs_text(path: str | os.PathLike) -> tuple[str, str]:
+    """The text of a file of outputs, which may be a pipe, and the SHA-256 of what was read.
+
+    Raises:
+      PromptError: the file cannot be read.
+    """
     try:
-        text = pathlib.Path(path).read_text(encoding="utf-8-sig")
+        content = read_input(pathlib.Path(path))
+        return decode_text(content), hashlib.sha256(content).hexdigest()
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise PromptError(
-            f"The outputs file {name} cannot be read ({reason}); name a JSON lines file."
+            f"The outputs file {os.fspath(path)} cannot be read ({reason}); name a JSON lines file."
         ) from error
+
+
+def parse_outputs(text: str, target: Model, *, name: str) -> OutputsFile:
+    """The outputs in the text of a file; `name` is the file's, for messages.
+
+    Raises:
+      PromptError: see `read_outputs`.
+      SettingError: likewise.
+    """
     lines = [
         _Line.parsed(number, line, target)
         for number, line in enumerate(text.split("\n"), start=1)

@@ -22,8 +22,6 @@ from jaxspec.bench.measure import (
     ADAPTIVE_CODE,
     ROUND,
     PairBench,
-    check_at_least_one,
-    load_prompts,
     time_rounds,
 )
 from jaxspec.bench.speeds import SPEEDS, speed_rows
@@ -38,7 +36,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.prompts import PromptLine
+from jaxspec.requests.prompts import PromptLine, load_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
@@ -139,13 +137,11 @@ class FlexDraftBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """The measurements that `parts` select."""
-        names = ("draft_length", "round_lengths", "batch_sizes", "max_tokens", "repeats")
-        check_at_least_one(self, *names)
+        lines, files = load_prompts(self.prompts)
         target, draft = self.load()
         drafter = load_drafter(self.weights, target, kind="flexdraft")
         assert isinstance(drafter, FlexDraft), "it was asked for"
         check_num_nodes(drafter, self.draft_length)
-        lines, files = load_prompts(self.prompts, None)
         found: dict[str, Any] = {"holds": True}
         if "acceptance" in self.parts:
             found["acceptance"], holds = self._acceptance(target, draft, drafter, lines)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from jaxspec.analysis.cost import Pass
-from jaxspec.bench.measure import Bench, check_at_least_one
+from jaxspec.bench.measure import Bench
 from jaxspec.bench.stages import forward_runs
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.report import Columns
@@ -56,7 +56,6 @@ class ForwardBench(Bench):
 
     def time_passes(self, models: Mapping[str, LanguageModel]) -> Iterator[TimedPass]:
         """Times the passes of these models, in alternation."""
-        check_at_least_one(self, "batch_sizes", "windows", "contexts", "repeats")
         for batch, window in itertools.product(self.batch_sizes, self.windows):
             passes = {
                 name: forward_runs(

@@ -24,9 +24,7 @@ from jaxspec.bench.measure import (
     ROUND,
     PairBench,
     Repeated,
-    check_at_least_one,
     fill_mid_decode,
-    load_prompts,
 )
 from jaxspec.bench.speeds import SPEEDS, speed_rows
 from jaxspec.bench.stages import round_stages
@@ -44,7 +42,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import LAST, LanguageModel
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
@@ -54,7 +52,7 @@ from jaxspec.schedulers import Static
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.training.head_accuracy import measure_head_accuracy
 from jaxspec.training.heads import init_heads
-from jaxspec.training.texts import check_writer, read_texts
+from jaxspec.training.texts import Texts, check_writer, read_texts
 
 Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds", "predicted"]
 # Targets and draft models of the papers' sizes, for which the draft stage is predicted.
@@ -158,9 +156,9 @@ class HeadsBench(PairBench):
     turns: int = 25
     """Turns in which stages and rounds are timed; medians are reported."""
 
-    def measure(self) -> dict[str, Any]:
-        """The measurements that `parts` select."""
-        check_at_least_one(self, "nodes", "batch_sizes", "max_tokens", "repeats", "turns")
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with."""
+        super().check()
         if max(self.nodes) > MOST_NODES:
             raise SettingError(
                 f"--nodes {max(self.nodes)} was given; the draft model's beam of width {WIDTH} and "
@@ -172,22 +170,27 @@ class HeadsBench(PairBench):
                 "--heads medusa=runs/medusa/heads clover=runs/clover/heads, or for their costs "
                 "untrained ones, as in random:clover."
             )
-        target, draft = self.load()
-        heads = {}
+
+    def measure(self) -> dict[str, Any]:
+        """The measurements that `parts` select."""
+        names = {}
         for text in self.heads:
             label, is_labelled, name = text.partition("=")
             if not is_labelled:
                 label, name = public_name(text), text
-            if label in heads:
+            if label in names:
                 raise SettingError(
                     f"Two of --heads are called {label}; label them, as in --heads one=NAME "
                     "other=NAME."
                 )
-            heads[label] = self._heads(label, name, target)
-        lines, files = load_prompts(self.prompts, None)
+            names[label] = name
+        lines, files = load_prompts(self.prompts)
+        texts = None if self.texts is None else read_texts(self.texts)
+        target, draft = self.load()
+        heads = {label: self._heads(label, name, target) for label, name in names.items()}
         found: dict[str, Any] = {"holds": True, "first": next(iter(heads))}
-        if "accuracy" in self.parts and self.texts is not None:
-            found["accuracy"] = self._accuracy(target, heads)
+        if "accuracy" in self.parts and texts is not None:
+            found["accuracy"] = self._accuracy(target, heads, texts)
         if "acceptance" in self.parts:
             found["acceptance"], holds = self._acceptance(target, draft, heads, lines)
             found["holds"] &= holds
@@ -285,9 +288,10 @@ class HeadsBench(PairBench):
     def _params(self) -> SamplingParams:
         return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
 
-    def _accuracy(self, target: LanguageModel, heads: Mapping[str, Heads]) -> list[dict[str, Any]]:
+    def _accuracy(
+        self, target: LanguageModel, heads: Mapping[str, Heads], found: Texts
+    ) -> list[dict[str, Any]]:
         assert self.texts is not None
-        found = read_texts(self.texts)
         weights = weights_digest(target.params)
         check_writer(found, self.texts, target=target.name, weights=weights)
         texts = found.texts

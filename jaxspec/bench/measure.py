@@ -12,6 +12,7 @@ import dataclasses
 import functools
 import itertools
 import pathlib
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
@@ -27,14 +28,14 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.prompts import SAMPLE_PROMPTS, PromptLine, read_prompts, sample_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document, public_name, write_document
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.options import check_between, check_counts
+from jaxspec.runtime.report import Columns, TextTable, check_can_plot
 from jaxspec.runtime.turns import K, Turns, take_turns
 from jaxspec.types import Finish, PyTree
 
@@ -80,6 +81,7 @@ class Bench:
       MEASURES: modules and folders whose code the figures measure; see `runtime.freshness`.
       TITLE: the title of the table of results.
       COLUMNS: the columns of that table.
+      MAY_BE_ZERO: whole numbers that are no counts, such as seeds.
     """
 
     COMMAND: ClassVar[str] = "bench"
@@ -87,6 +89,7 @@ class Bench:
     MEASURES: ClassVar[tuple[str, ...]] = ()
     TITLE: ClassVar[str] = ""
     COLUMNS: ClassVar[Columns] = {}
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ()
 
     out: pathlib.Path | None = None
     """JSON file to write."""
@@ -95,12 +98,36 @@ class Bench:
 
     def run(self, console: Console) -> dict[str, Any]:
         """Measures, writes the file and prints the tables; returns the JSON document."""
+        self.check()
         with only_run_into(self.out):
             document = self.document(**self.measure())
             if self.out is not None:
                 write_document(document, self.out)
         self.show(document, console)
         return document
+
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with, and for files that
+        cannot be written. It is called before a model is loaded."""
+        hints = typing.get_type_hints(type(self))
+        counts = [
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in self.MAY_BE_ZERO and is_of_integers(hints[field.name])
+        ]
+        check_counts(self, *counts)
+        if (temperature := getattr(self, "temperature", None)) is not None:
+            SamplingParams(temperature=temperature)
+        if (oracle := getattr(self, "oracle", None)) is not None:
+            check_between("--oracle", oracle, 0, 1)
+        self.check_out()
+        if (plot := getattr(self, "plot", None)) is not None:
+            check_can_plot(plot)
+
+    def check_out(self) -> None:
+        """Raises `SettingError` if `out` cannot be written."""
+        if self.out is not None:
+            check_can_write(self.out)
 
     def show(self, document: Mapping[str, Any], console: Console) -> None:
         """Prints the tables and remarks of a document."""
@@ -152,26 +179,9 @@ class PairBench(Bench):
         return load_model(self.target, dtype=self.dtype), load_model(self.draft, dtype=self.dtype)
 
 
-def load_prompts(
-    path: pathlib.Path | None, limit: int | None
-) -> tuple[list[PromptLine], dict[str, str]]:
-    """The first `limit` prompts of a file (None: the sample prompts), and the file's SHA-256 by its
-    name."""
-    lines = sample_prompts() if path is None else read_prompts(path)
-    path = pathlib.Path(str(SAMPLE_PROMPTS)) if path is None else path
-    return lines[:limit], {path.name: sha256_of(path)}
-
-
-def check_at_least_one(options: Any, *names: str) -> None:
-    """Raises `SettingError` unless these options, numbers or tuples of them, are all at least 1."""
-    for name in names:
-        value, option = getattr(options, name), "--" + name.replace("_", "-")
-        if isinstance(value, tuple):
-            if not value or min(value) < 1:
-                given = " ".join(map(str, value)) or "nothing"
-                raise SettingError(f"{option} {given} was given; give numbers of at least 1.")
-        elif value is not None and value < 1:
-            raise SettingError(f"{option} {value} was given; it must be at least 1.")
+def is_of_integers(hint: Any) -> bool:
+    """Whether a field with this type holds whole numbers: one, several, or perhaps none."""
+    return hint is int or int in typing.get_args(hint)
 
 
 # ---- parts of a round

@@ -18,7 +18,7 @@ import jax
 from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.analysis.planner import plan_memory
 from jaxspec.analysis.planning.request import Search
-from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one
+from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
@@ -27,9 +27,8 @@ from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import PromptError
 from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import PromptLine, read_prompts, sample_prompts
+from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import sha256_of
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 
@@ -87,9 +86,8 @@ class MemoryBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
-        check_at_least_one(self, "limit", "max_tokens", "max_length", "draft_lengths", "repeats")
-        target, draft = self.load()
         lines, files = self._lines()
+        target, draft = self.load()
         plan_for = functools.partial(
             plan_memory,
             target,
@@ -213,8 +211,7 @@ class MemoryBench(PairBench):
     def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
         if self.prompts is None:
             return sample_prompts()[: self.limit], {}
-        lines = read_prompts(self.prompts, turns="all")[: self.limit]
-        return lines, {self.prompts.name: sha256_of(self.prompts)}
+        return load_prompts(self.prompts, self.limit, turns="all")
 
     def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
         """Asks all turns of all questions, one question after another; a turn that does not fit,

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxspec.analysis import cost
 from jaxspec.analysis.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
-from jaxspec.bench.measure import ROUND, Bench, Dtype, check_at_least_one
+from jaxspec.bench.measure import ROUND, Bench, Dtype
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.settings import make_loop
@@ -324,7 +324,6 @@ class ProgramBench(Bench):
         Raises:
           SettingError: there is no such preset, or nothing can be compiled for a device here.
         """
-        check_at_least_one(self, "batch_size", "context", "draft_length", "num_layers")
         for name in (self.target, self.draft):
             if name not in PRESETS:
                 raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, TypeAlias
 
-from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one, random_prompts
+from jaxspec.bench.measure import ROUND, PairBench, random_prompts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.sessions import Session
@@ -58,15 +58,17 @@ class SessionsBench(PairBench):
     repeats: int = 9
     """Timed second turns of each kind; medians are reported."""
 
-    def measure(self) -> dict[str, Any]:
-        """Milliseconds until the first token of the second turn, by length of the history."""
-        names = ("histories", "answer_tokens", "new_tokens", "prefill_chunk", "repeats")
-        check_at_least_one(self, *names)
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with."""
+        super().check()
         if min(self.histories) <= self.answer_tokens:
             raise SettingError(
                 f"--histories {min(self.histories)} was given with an answer of "
                 f"{self.answer_tokens} tokens; give histories that are longer than the answer."
             )
+
+    def measure(self) -> dict[str, Any]:
+        """Milliseconds until the first token of the second turn, by length of the history."""
         target, draft = self.load()
         engine = Engine(
             target,

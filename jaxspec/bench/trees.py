@@ -22,9 +22,7 @@ from jaxspec.bench.measure import (
     ADAPTIVE_CODE,
     ROUND,
     PairBench,
-    check_at_least_one,
     fill_mid_decode,
-    load_prompts,
 )
 from jaxspec.bench.speeds import SPEED, speed_rows
 from jaxspec.bench.stages import forward_runs, round_stages
@@ -37,6 +35,7 @@ from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import load_prompts
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -128,10 +127,8 @@ class TreesBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """Costs, acceptance and speeds."""
-        names = ("windows", "contexts", "pass_batch_sizes", "nodes", "width", "batch_sizes")
-        check_at_least_one(self, *names, "chains", "trees", "max_tokens", "repeats")
+        lines, files = load_prompts(self.prompts)
         target, draft = self.load()
-        lines, files = load_prompts(self.prompts, None)
         prompts = [line.prompt for line in lines]
         plain = Engine(target, batch_size=8, max_length=512).generate(
             prompts, self._params(prompts, 0.0)

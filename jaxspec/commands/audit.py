@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxspec.audit.chi_square import ALPHA
 from jaxspec.audit.controls.runner import controls_table, run_controls
 from jaxspec.audit.external import audit_outputs
-from jaxspec.audit.outputs import canonical_dtype, read_outputs
+from jaxspec.audit.outputs import canonical_dtype, parse_outputs, read_outputs_text
 from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
 from jaxspec.audit.scoring import parameter_dtype, with_dtype
 from jaxspec.audit.self_audit import audit_engine
@@ -24,15 +24,15 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
 )
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import encode_prompts
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import new_figure
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
@@ -84,8 +84,11 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             return self._run_controls(console)
         if self.target is None:
             raise SettingError("No target was given; name the model to audit against, --target.")
-        if self.html is not None:  # fails before hours of decoding if plots cannot be drawn
+        if not 0 < self.alpha < 1:
+            raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
+        if self.html is not None:  # fails before hours of decoding
             new_figure()
+            check_can_write(self.html)
         if self.outputs is not None:
             return self._audit_outputs(console, self.target, self.outputs)
         return self._audit_run(console, self.target)
@@ -146,17 +149,16 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     ) -> dict[str, Any]:
         others = ("draft", "drafter", "prompts", "n_requests")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
-        if not 0 < self.alpha < 1:
-            raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
         dtype = None
         if self.their_dtype is not None:
             dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
+        text, checksum = read_outputs_text(path)
         with working(f"loading {target_name}"):
             # The weights as the other system had them: rounded to its dtype, then exact.
             target = load_model(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
-        file = read_outputs(path, target)
+        file = parse_outputs(text, target, name=str(path))
         target = with_dtype(target, dtype or file.dtype or parameter_dtype(target))
         num = len(file.outputs)
         with working(f"judging {num} outputs") as status:
@@ -167,7 +169,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 alpha=self.alpha,
                 on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
             )
-        return self._show(console, report_of_outputs(audit), {str(path): sha256_of(path)})
+        return self._show(console, report_of_outputs(audit), {str(path): checksum})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         if self.their_dtype is not None:
@@ -175,7 +177,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 "--their-dtype was given without --outputs; name the file of outputs, or use "
                 "--dtype for a run."
             )
-        check_at_least_one(self, "n_requests", "batch_size", "max_length")
+        check_counts(self, "n_requests", "batch_size", "max_length", "verify_length")
         each = self.sampling_params()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
@@ -187,7 +189,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
-        lines = self.read_prompts()
+        lines, inputs = self.read_prompts()
         with working(f"loading {target_name}"):
             target = load_model(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
@@ -214,7 +216,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        return self._show(console, report_of_engine(audit), self.checksums())
+        return self._show(console, report_of_engine(audit), inputs)
 
     def _show(
         self, console: Console, report: AuditReport, inputs: dict[str, str]

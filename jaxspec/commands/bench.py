@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -27,8 +28,6 @@ from jaxspec.bench.kv import KvBench
 from jaxspec.bench.measure import (
     ROUND,
     Bench,
-    check_at_least_one,
-    load_prompts,
     only_run_into,
     random_prompts,
 )
@@ -46,10 +45,10 @@ from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.requests.prompts import encode_prompts
+from jaxspec.requests.prompts import encode_prompts, load_prompts
+from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 from jaxspec.studies.confusion import ConfusionBench
 from jaxspec.studies.rounds import SchedulersBench
@@ -77,14 +76,18 @@ class DecodeCommand(DecodeOptions):
     def measure(self) -> dict[str, Any]:
         """Everything that `DecodeBench` measures, and compile times."""
         draft = self._draft()
-        self._check(draft)
         options = DrafterOptions(draft=draft, drafter=self.drafter)
         make_drafter = options.choose_drafter(dtype=self.dtype)
         assert make_drafter is not None
+        lines, inputs = load_prompts(self.prompts, self.limit)
         with working("") as status:
             status.update("loading the models")
             target = load_model(self.target, dtype=self.dtype)
-            prompts, inputs = self._read_prompts(target)
+            if target.tokenizer is None and self.prompts is None:
+                drawn, inputs = random_prompts(target, self.limit, self.max_prompt_tokens), {}
+                prompts = [tuple(prompt) for prompt in drawn]
+            else:
+                prompts = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
             bench = DecodeBench(
                 options=self,
                 target=target,
@@ -156,14 +159,15 @@ class DecodeCommand(DecodeOptions):
             return "demo-draft"
         return self.draft
 
-    def _check(self, draft: str | None) -> None:
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with."""
+        super().check()
+        draft = self._draft()
         if draft is None and self.drafter in (None, "none"):
             raise SettingError(
                 "No drafter was given, so there is nothing to compare; add --draft MODEL or "
                 "--drafter ngram."
             )
-        names = ("batch_sizes", "draft_lengths", "repeats", "limit", "max_prompt_tokens")
-        check_at_least_one(self, *names)
         check_draft_length(max(self.draft_lengths), max(self.draft_lengths) + 1)
         if self.oracle is not None and draft is None:
             raise SettingError(
@@ -183,14 +187,6 @@ class DecodeCommand(DecodeOptions):
                     f"--against hf was given at temperature {self.temperature:g}, where both sides "
                     "draw with their own random numbers; leave the temperature out."
                 )
-
-    def _read_prompts(self, target: LanguageModel) -> tuple[list[tuple[int, ...]], dict[str, str]]:
-        """Token ids, and the checksum of their file; random ids for a model without a tokenizer."""
-        if target.tokenizer is None and self.prompts is None:
-            drawn = random_prompts(target, self.limit, self.max_prompt_tokens)
-            return [tuple(prompt) for prompt in drawn], {}
-        lines, inputs = load_prompts(self.prompts, self.limit)
-        return encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens), inputs
 
     def _load_hf(self, bench: DecodeBench) -> HuggingFace:
         """The same weights in `transformers`; without the draft model if an oracle drafts."""
@@ -242,9 +238,9 @@ class PredictCommand(Bench):
     def measure(self) -> dict[str, Any]:
         """A prediction per batch size and acceptance."""
         batches = parse_batches(self.batch)
-        self._check()
+        find_devices = cost.read_device(self.device)
         target, draft = (model_config(name) for name in (self.target, self.draft))
-        target_device, draft_device, block = cost.find_devices(self.device, target, draft)
+        target_device, draft_device, block = find_devices(target, draft)
         pair = cost.Pair(
             target=target,
             target_device=target_device,
@@ -275,7 +271,9 @@ class PredictCommand(Bench):
         """Where the constants come from."""
         return [("{name}: {source}.".format_map(document["target_device"]), "dim")]
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be predicted for."""
+        super().check()
         if not all(0 <= value < 1 for value in (*self.acceptance, *self.per_position)):
             raise SettingError(
                 "Acceptances were given outside of [0, 1); they are probabilities, and a drafter "
@@ -286,7 +284,6 @@ class PredictCommand(Bench):
                 "--per-position was given rising values; they are cumulative (the probability that "
                 "at least this many tokens are accepted), so each is at most the one before."
             )
-        check_at_least_one(self, "context", "bytes_per_value")
 
     def _predict(
         self, pair: cost.Pair, peak: cost.Pair | None, batch: int, acceptance: float | None
@@ -336,7 +333,8 @@ class GpuCommand(Bench):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Measures cells and prints the table; returns the JSON document."""
-        check_at_least_one(self, "repeats")
+        self.check()
+        check_between("--budget-s", self.budget_s, 0, math.inf)
         if not self.dry_run and jax.default_backend() != "gpu":
             raise SettingError(
                 f"The grid is measured on a GPU, and JAX runs on {jax.default_backend()}; install "

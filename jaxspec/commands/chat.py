@@ -15,7 +15,6 @@ from jaxspec.commands.options import (
     JsonOption,
     KvOptions,
     SamplingOptions,
-    check_at_least_one,
 )
 from jaxspec.commands.progress import warm_up, working
 from jaxspec.decode.settings import DraftLength
@@ -28,6 +27,7 @@ from jaxspec.requests.prompts import chat_template
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.options import check_counts
 
 HELP = "/new starts a new chat; /quit or the end of the input exits"
 
@@ -64,7 +64,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Chats; returns the JSON document."""
-        check_at_least_one(self, "max_length")
+        check_counts(self, "max_length")
         params = self.sampling_params()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify

@@ -21,7 +21,6 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
     drafter_of_command,
 )
 from jaxspec.commands.progress import working
@@ -30,7 +29,8 @@ from jaxspec.drafters.names import names_draft_model
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.report import save_figure
+from jaxspec.runtime.options import check_counts
+from jaxspec.runtime.report import check_can_plot, save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 
@@ -63,7 +63,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        check_at_least_one(self, "batch_size", "max_length", "repeats")
+        check_counts(self, "batch_size", "max_length", "repeats", "verify_length")
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
         names = list(dict.fromkeys(self.drafter))
@@ -77,7 +77,9 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             )
             for name in names
         }
-        lines = self.read_prompts()
+        if self.plot is not None:
+            check_can_plot(self.plot)
+        lines, inputs = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:
             target = load_model(
@@ -116,7 +118,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             "compare",
             self,
             holds=comparison.holds,
-            inputs=self.checksums(),
+            inputs=inputs,
             comparison=comparison.to_json(),
         )
 

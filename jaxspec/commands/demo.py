@@ -15,7 +15,7 @@ from rich.text import Text
 
 from jaxspec.analysis.compare import Candidate, DrafterComparison, compare
 from jaxspec.checkpoint.resolve import load_model
-from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, check_at_least_one
+from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.draft_model import DraftModel
@@ -24,11 +24,12 @@ from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import sample_prompts
+from jaxspec.requests.prompts import load_prompts, sample_prompts
 from jaxspec.requests.requests import Prompt, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.environment import devices, devices_sentence
+from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.types import Origin
 
@@ -105,7 +106,7 @@ class DemoCommand(JsonOption):
             self,
             measures=MEASURES,
             exactness="bitwise",
-            inputs=PromptOptions().checksums(),
+            inputs=load_prompts(None)[1],
             num_prompts=len(prompts),
             runs=runs,
             all_equal_to_plain=all_equal,
@@ -117,7 +118,7 @@ class DemoCommand(JsonOption):
     def _check(self) -> None:
         SamplingParams(max_tokens=self.max_tokens)
         check_draft_length(self.draft_length, self.draft_length + 1)
-        check_at_least_one(self, "repeats")
+        check_counts(self, "repeats")
         if not self.batch_sizes or not all(1 <= size <= NUM_PROMPTS for size in self.batch_sizes):
             given = " ".join(map(str, self.batch_sizes)) or "nothing"
             raise SettingError(

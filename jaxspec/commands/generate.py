@@ -9,7 +9,6 @@ import hashlib
 import json
 import pathlib
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
@@ -29,9 +28,8 @@ from jaxspec.commands.options import (
     JsonOption,
     PromptOptions,
     SamplingOptions,
-    check_at_least_one,
 )
-from jaxspec.commands.outputs import OutputFile, cannot_write, only_writer_of, write_parquet
+from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
@@ -44,9 +42,10 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.prompts import PromptLine, Turns, chat_template, encode_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import check_regular_file
+from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.options import check_counts
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
@@ -130,7 +129,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         # Everything that can be refused without a model is refused before one is loaded.
         started_s = time.perf_counter()
         lines, inputs = self._read_lines()
-        check_at_least_one(self, "batch_size", "max_length", "verify_length")
+        check_counts(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
@@ -248,12 +247,12 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         if self.prompt is not None and self.prompts is not None:
             raise SettingError("Both --prompt and --prompts were given; give one of them.")
         if self.prompts is not None:
-            return self.read_prompts(turns=self.turns), self.checksums()
+            return self.read_prompts(turns=self.turns)
         if self.prompt is None:
             raise SettingError("No prompt was given; give --prompt TEXT or --prompts FILE.")
         if self.prompt == "":
             raise PromptError("The prompt is empty; give at least one token.")
-        check_at_least_one(self, "limit", "max_prompt_tokens")
+        check_counts(self, "limit", "max_prompt_tokens")
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
@@ -434,12 +433,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             )
         for module in ("pandas", "pyarrow"):
             import_extra(module, "traces")
-        try:
-            check_regular_file(self.trace)
-            self.trace.parent.mkdir(parents=True, exist_ok=True)
-            tempfile.TemporaryFile(dir=self.trace.parent).close()
-        except OSError as error:
-            raise cannot_write(self.trace, error, "name another file") from error
+        check_can_write(self.trace)
+        if self.trace_level != "rounds":
+            check_can_write(tokens_trace(self.trace))
 
     def _write_trace(
         self, lines: Sequence[PromptLine], completions: Sequence[Completion]
@@ -455,10 +451,15 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         traced = Completions(completions)
         frames = {self.trace: traced.rounds(**kinds)}
         if self.trace_level != "rounds":
-            frames[self.trace.with_suffix(".tokens.parquet")] = traced.tokens(**kinds)
+            frames[tokens_trace(self.trace)] = traced.tokens(**kinds)
         for path, frame in frames.items():
             write_parquet(frame, path)
         return [str(path) for path in frames]
+
+
+def tokens_trace(trace: pathlib.Path) -> pathlib.Path:
+    """The file of the rows of tokens, beside that of the rounds."""
+    return trace.with_suffix(".tokens.parquet")
 
 
 def show_completions(console: Console, completions: Sequence[Completion]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib.resources
 import os
 import pathlib
 import re
@@ -16,15 +15,12 @@ from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
 from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import (
-    SAMPLE_PROMPTS,
     PromptLine,
     Turns,
-    read_prompts,
-    sample_prompts,
+    load_prompts,
 )
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime import values
-from jaxspec.runtime.directories import sha256_of
+from jaxspec.runtime.options import check_counts
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -130,21 +126,10 @@ class PromptOptions:
     max_prompt_tokens: int | None = None
     """Cut longer prompts after this many tokens."""
 
-    def read_prompts(self, *, turns: Turns = "first") -> list[PromptLine]:
-        """The requested number of prompts."""
-        check_at_least_one(self, "limit", "max_prompt_tokens")
-        if self.prompts is None:
-            lines = sample_prompts()
-        else:
-            lines = read_prompts(self.prompts, turns=turns)
-        return lines[: self.limit]
-
-    def checksums(self) -> dict[str, str]:
-        """SHA-256 of the file that they are read from, by its name."""
-        if self.prompts is not None:
-            return {self.prompts.name: sha256_of(self.prompts)}
-        with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
-            return {path.name: sha256_of(path)}
+    def read_prompts(self, *, turns: Turns = "first") -> tuple[list[PromptLine], dict[str, str]]:
+        """The requested number of prompts, and the SHA-256 of what was read, by the file's name."""
+        check_counts(self, "limit", "max_prompt_tokens")
+        return load_prompts(self.prompts, self.limit, turns=turns)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,9 +190,3 @@ def drafter_of_command(
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
     return choose_drafter(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
-
-
-def check_at_least_one(options: Any, *names: str) -> None:
-    """Raises `SettingError` for the first of these fields that is given and below 1."""
-    given = {f"--{name.replace('_', '-')}": getattr(options, name) for name in names}
-    values.check_at_least_one(**{name: n for name, n in given.items() if n is not None})

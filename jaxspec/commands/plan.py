@@ -13,13 +13,14 @@ from typing import Any, Literal, TypeAlias
 import jax
 from rich.console import Console
 
-from jaxspec.analysis.planner import plan_memory
+from jaxspec.analysis.planner import check_asked, plan_memory
 from jaxspec.analysis.planning.request import Search
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
 from jaxspec.errors import SettingError
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.options import LARGEST_NUMBER
 from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import SchedulerName
@@ -120,19 +121,31 @@ class PlanCommand(JsonOption):
         budget_bytes = parse_bytes(self.budget)
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
         num_devices = self.num_devices if mesh is None else mesh[0] * mesh[1]
+        search = self._search()
+        asked: dict[str, Any] = {
+            "batch": self.batch,
+            "context": self.context,
+            "prompt_tokens": self.prompt_tokens,
+            "keep": self.keep,
+            "acceptance": self.per_position or self.acceptance,
+            "mesh": mesh,
+            "num_devices": self.num_devices,
+            "search": search,
+        }
+        check_asked(budget_bytes, **asked)  # before other processes, and before models are loaded
         if needs_virtual_devices(num_devices):
             with working(f"compiling for {num_devices} virtual devices, in a process of its own"):
                 document = self._in_child(num_devices)
         else:
-            document = self._plan(budget_bytes, mesh)
+            document = self._plan(budget_bytes, asked)
         self.show(document, console)
         return document
 
-    def _plan(self, budget_bytes: int, mesh: tuple[int, int] | None) -> dict[str, Any]:
+    def _search(self) -> Search:
         def kv_dtypes(names: tuple[KVDtypeName, ...]) -> tuple[Any, ...]:
             return tuple(None if name == "model" else name for name in names)
 
-        search = Search(
+        return Search(
             draft_lengths=self.draft_lengths,
             prefill_chunks=self.prefill_chunks,
             kv_dtypes=kv_dtypes(self.kv_dtypes),
@@ -140,24 +153,19 @@ class PlanCommand(JsonOption):
             draft_kv_windows=tuple(window or None for window in self.draft_kv_windows),
             draft_dtypes=self.draft_dtypes,
         )
+
+    def _plan(self, budget_bytes: int, asked: dict[str, Any]) -> dict[str, Any]:
         with working("") as status:
             plan = plan_memory(
                 self.target,
                 self.draft,
                 budget_bytes,
                 drafter=self.drafter,
-                batch=self.batch,
-                context=self.context,
-                prompt_tokens=self.prompt_tokens,
                 device=self.device,
-                keep=self.keep,
-                acceptance=self.per_position or self.acceptance,
                 dtype=self.dtype,
                 verifier=self.verifier,
                 scheduler=self.scheduler,
-                mesh=mesh,
-                num_devices=self.num_devices,
-                search=search,
+                **asked,
                 compiles="short" if self.short else "whole",
                 say=status.update,
             )
@@ -250,12 +258,13 @@ def parse_bytes(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKMGT]i?B)?", text.strip(), re.ASCII)
     factor = None if match is None else UNITS.get(match.group(2) or "")
-    if match is None or factor is None or (count := int(float(match.group(1)) * factor)) < 1:
+    num_bytes = 0.0 if match is None or factor is None else float(match.group(1)) * factor
+    if not 1 <= num_bytes <= LARGEST_NUMBER:
         raise SettingError(
             f"--budget {text} was given; write a number of bytes, or one with a unit such as 24GiB "
             "or 80GB."
         )
-    return count
+    return int(num_bytes)
 
 
 def parse_mesh(text: str) -> tuple[int, int]:

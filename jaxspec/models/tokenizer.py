@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from jaxspec.errors import PromptError
+from jaxspec.errors import CheckpointError, PromptError
 from jaxspec.models.chat import template_process
 
 
@@ -15,9 +15,13 @@ class TextTokenizer:
     Versions of `transformers` disagree on when to prepend BOS (or GLM's `[gMASK]<sop>`). So a
     converted checkpoint stores the prefix as ids, and text is encoded without special tokens. A
     prompt that already starts with the prefix does not get it twice.
+
+    Raises:
+      CheckpointError: the tokenizer has BPE dropout.
     """
 
     def __init__(self, tokenizer: Any, prefix_token_ids: tuple[int, ...]):
+        check_repeatable(getattr(tokenizer, "backend_tokenizer", None))
         self.hf = tokenizer
         self.prefix_token_ids = prefix_token_ids
 
@@ -92,6 +96,18 @@ class TextTokenizer:
     def fingerprint(self) -> dict[str, int]:
         """The vocabulary, token to id: equal for models that share a tokenizer."""
         return self.hf.get_vocab()
+
+
+def check_repeatable(pipeline: Any, *, named: str = "The tokenizer") -> None:
+    """Raises `CheckpointError` if a pipeline of `tokenizers` draws at random how it splits text:
+    the same text would then have other token ids each time."""
+    dropout = getattr(getattr(pipeline, "model", None), "dropout", None)
+    if dropout:
+        raise CheckpointError(
+            f"{named} has a BPE dropout of {dropout:.3g}, which leaves out merges at random, "
+            "so that a text has other token ids each time; set dropout to null in its "
+            "tokenizer.json."
+        )
 
 
 def check_encodable(text: str) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import importlib.resources
 import itertools
 import json
@@ -14,7 +16,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt, prompt_token_ids
-from jaxspec.runtime.files import why_unreadable
+from jaxspec.runtime.files import decode_text, read_input
 
 SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.jsonl"
 
@@ -99,9 +101,30 @@ def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[Pro
       PromptError: the file cannot be read or has no prompt, or a line is malformed.
       SettingError: `turns` is something else.
     """
+    return _read_prompts(path, turns)[0]
+
+
+def load_prompts(
+    path: pathlib.Path | None, limit: int | None = None, *, turns: Turns = "first"
+) -> tuple[list[PromptLine], dict[str, str]]:
+    """The first `limit` prompts of a file (None: the sample prompts), and the SHA-256 of what was
+    read, by the file's name. The file is opened once, so it may be a pipe.
+
+    Raises:
+      PromptError: see `read_prompts`.
+    """
+    with contextlib.ExitStack() as stack:
+        if path is None:
+            path = stack.enter_context(importlib.resources.as_file(SAMPLE_PROMPTS))
+        lines, content = _read_prompts(path, turns)
+        return lines[:limit], {path.name: hashlib.sha256(content).hexdigest()}
+
+
+def _read_prompts(path: str | os.PathLike, turns: Turns) -> tuple[list[PromptLine], bytes]:
+    """The prompts of a file, and its content."""
     if turns not in get_args(Turns):
         raise SettingError(f"turns {turns!r} was given; it must be 'first' or 'all'.")
-    text = _read_text(
+    text, content = _read_text(
         pathlib.Path(path),
         problem=f"The prompt file {os.fspath(path)} cannot be read",
         advice="name a text file with one prompt per line",
@@ -119,7 +142,7 @@ def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[Pro
         )
     if turns == "first":
         prompts = [dataclasses.replace(line, later_turns=()) for line in prompts]
-    return prompts
+    return prompts, content
 
 
 def _parse_line(line: str, number: int, *, is_json: bool) -> PromptLine:
@@ -189,8 +212,7 @@ _KINDS = {
 
 def sample_prompts() -> list[PromptLine]:
     """The 48 prompts of the embedded pair, in four domains."""
-    with importlib.resources.as_file(SAMPLE_PROMPTS) as path:
-        return read_prompts(path)
+    return load_prompts(None)[0]
 
 
 def chat_template(name: str | None) -> str | None:
@@ -203,20 +225,20 @@ def chat_template(name: str | None) -> str | None:
         return None
     if name == "vicuna":
         return VICUNA_TEMPLATE
-    return _read_text(
+    text, _ = _read_text(
         pathlib.Path(name),
         problem=f"The chat template {name!r} is neither 'vicuna' nor a readable file",
         advice="name one of these",
     )
+    return text
 
 
-def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> str:
-    """The text of a file or pipe that the user named. If it cannot be read, raises `PromptError`:
-    `problem`, then the reason, then `advice`."""
-    reason = why_unreadable(path, may_be_pipe=True)
+def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> tuple[str, bytes]:
+    """The text of a file or pipe that the user named, and its bytes. If it cannot be read, raises
+    `PromptError`: `problem`, then the reason, then `advice`."""
     try:
-        if reason is None:
-            return path.read_text(encoding="utf-8-sig")
+        content = read_input(path)
+        return decode_text(content), content
     except OSError as error:
         reason = error.strerror
     except UnicodeDecodeError:

@@ -92,6 +92,52 @@ def check_regular_file(path: Path) -> None:
         raise OSError(errno.EINVAL, "it is a device, a pipe or a socket, and not a file")
 
 
+def check_can_write(path: Path) -> None:
+    """Checks, before the work that makes its content, that `write_atomically` can write a file.
+    Nothing is made.
+
+    Raises:
+      SettingError: it cannot be written, or is not a regular file.
+    """
+    path = Path(os.path.realpath(path))
+    try:
+        check_regular_file(path)
+        _check_can_create(_beside(path, "partial"))
+    except OSError as error:
+        raise _unwritten(path, error) from error
+
+
+def check_can_write_into(directory: Path) -> None:
+    """Checks, before the work that makes them, that files can be written into a directory, which
+    need not exist yet. Nothing is made.
+
+    Raises:
+      SettingError: they cannot, or it is not a directory.
+    """
+    directory = Path(os.path.realpath(directory))
+    try:
+        _check_can_create(directory / "file")
+        _check_can_create(_beside(directory, "partial"))
+    except OSError as error:
+        raise SettingError(
+            f"Nothing can be written into {directory} ({error.strerror}); name another directory."
+        ) from error
+
+
+def _check_can_create(path: Path) -> None:
+    """Raises `OSError` unless a file with this path can be created, together with its directory."""
+    with contextlib.suppress(FileNotFoundError):
+        os.lstat(path)  # refuses a name that is too long, and a parent that is a file
+    existing = path.parent
+    while not os.path.lexists(existing):
+        existing = existing.parent
+    tempfile.TemporaryFile(dir=existing).close()
+
+
+def _unwritten(path: Path, error: OSError) -> SettingError:
+    return SettingError(f"The file {path} cannot be written ({error.strerror}); name another.")
+
+
 def write_atomically(path: Path, content: bytes) -> None:
     """Writes a file, whole or not at all, and makes its directory if needed; the file is on the
     disk when this returns. If the process is killed, `.NAME.partial` may stay behind until the next
@@ -118,9 +164,7 @@ def write_atomically(path: Path, content: bytes) -> None:
                 os.replace(partial, path)
             _sync(path.parent)
     except OSError as error:
-        raise SettingError(
-            f"The file {path} cannot be written ({error.strerror}); name another."
-        ) from error
+        raise _unwritten(path, error) from error
 
 
 @contextlib.contextmanager

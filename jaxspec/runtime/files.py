@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import os
 import re
 import stat
@@ -15,6 +16,7 @@ from jaxspec.errors import JaxspecError, SettingError, UnreadableError
 from jaxspec.runtime import signals
 
 LARGEST_TEXT_BYTES = 2**28  # largest file that is read whole: settings, tokenizers, templates
+LARGEST_PIPE_BYTES = 2**30  # a pipe does not say how much it holds, and may have no end
 
 # What the system says if there is no such file, if it is something else, or if its disk is broken.
 # Every other answer says nothing about the file: permissions, too many open files, a lost network.
@@ -56,6 +58,35 @@ def why_unreadable(
     if largest_bytes is not None and status.st_size > largest_bytes:
         return f"it has {status.st_size:,} bytes, and such files have at most {largest_bytes:,}"
     return None
+
+
+def read_input(path: Path) -> bytes:
+    """The content of a file or pipe that the user named. It is opened once, because what was read
+    from a pipe cannot be read again.
+
+    Raises:
+      OSError: it cannot be read; `strerror` says why.
+    """
+    reason = why_unreadable(path, may_be_pipe=True)
+    if reason is not None:
+        raise OSError(errno.EINVAL, reason)
+    with path.open("rb") as file:
+        if not stat.S_ISFIFO(os.fstat(file.fileno()).st_mode):
+            return file.read()
+        content = file.read(LARGEST_PIPE_BYTES + 1)
+    if len(content) > LARGEST_PIPE_BYTES:
+        limit = f"{LARGEST_PIPE_BYTES:,} bytes"
+        raise OSError(errno.EFBIG, f"it is a pipe with more than {limit}; write them to a file")
+    return content
+
+
+def decode_text(content: bytes) -> str:
+    """The text of a file: UTF-8, with or without a byte order mark; line ends become newlines.
+
+    Raises:
+      UnicodeDecodeError: it is not UTF-8.
+    """
+    return io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig").read()
 
 
 def expand_user(path: str | os.PathLike) -> Path:

@@ -33,6 +33,7 @@ def run_child(
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
                 start_new_session=True,
+                close_fds=False,  # so that it can read what a shell's <(command) names
                 text=True,
                 errors="replace",
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from jaxspec.errors import SettingError
-from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.directories import check_can_write, write_atomically
 from jaxspec.runtime.extras import import_extra
 
 Columns: TypeAlias = Mapping[str, str | Callable[[Any], Any]]
@@ -186,20 +186,36 @@ def new_figure(
     return figure, axes
 
 
-def save_figure(figure: Any, path: str | os.PathLike) -> None:
-    """Writes a matplotlib figure, making its directory if needed; the suffix of `path` determines
-    the format.
+def check_can_plot(path: pathlib.Path) -> None:
+    """Checks, before the work whose results are plotted, that `save_figure` can write a file.
 
     Raises:
-      SettingError: the file cannot be written.
+      SettingError: it cannot be written, its suffix names no format, or matplotlib is not
+        installed.
     """
+    check_can_write(path)
+    figure, _ = new_figure()
+    _drawn_as(figure, path)
+
+
+def save_figure(figure: Any, path: pathlib.Path) -> None:
+    """Writes a matplotlib figure, whole or not at all, making its directory if needed; the suffix
+    of `path` determines the format.
+
+    Raises:
+      SettingError: the file cannot be written, or its suffix names no format.
+    """
+    write_atomically(path, _drawn_as(figure, path))
+
+
+def _drawn_as(figure: Any, path: pathlib.Path) -> bytes:
+    """A figure in the format that the suffix of a file names."""
     try:
-        pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
+        return _drawn(figure, path.suffix[1:] or "none", dpi=120)
+    except (ValueError, RuntimeError, ImportError) as error:  # the format, or a program it needs
+        reason = str(error).split("\n")[0]
         raise SettingError(
-            f"The plot cannot be written to {os.fspath(path)} ({error}); name a file like "
-            "rates.png."
+            f"The plot cannot be written to {path} ({reason}); name a file like rates.png."
         ) from error
 
 

@@ -21,7 +21,7 @@ from jaxspec.audit.external import OutputsAudit, audit_outputs
 from jaxspec.audit.outputs import read_outputs
 from jaxspec.audit.scoring import Scorer
 from jaxspec.bench.hf import HuggingFace
-from jaxspec.bench.measure import ROUND, PairBench, check_at_least_one
+from jaxspec.bench.measure import ROUND, PairBench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
@@ -144,7 +144,6 @@ class ConfusionBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """A row for each system, and for each way of damaging its outputs."""
-        check_at_least_one(self, "limit", "max_tokens", "spoiled", "files", "file_sizes")
         target, draft = self.load()
         prompts = encode_prompts(
             sample_prompts()[: self.limit], target, max_prompt_tokens=PROMPT_LENGTH

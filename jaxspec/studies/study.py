@@ -22,7 +22,8 @@ from typing import Any, ClassVar
 from rich.console import Console
 
 from jaxspec.bench.cells import CellStore
-from jaxspec.bench.measure import Dtype, Say, check_at_least_one, only_run_into
+from jaxspec.bench.measure import Dtype, Say, only_run_into
+from jaxspec.runtime.directories import check_can_write_into
 from jaxspec.runtime.environment import provenance
 from jaxspec.studies import measurements
 from jaxspec.studies.report import print_report, write_report
@@ -43,6 +44,8 @@ class Study(WorkloadOptions):
         "studies/published.py", "studies/measurements.py",
     )  # fmt: skip
 
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seed",)
+
     out: pathlib.Path = pathlib.Path("study")
     """Directory for the report (study.html, study.json, plots) and its cells."""
     resume: bool = False
@@ -60,6 +63,10 @@ class Study(WorkloadOptions):
     seed: int = 0
     """Seed of arrivals and of random prompts."""
 
+    def check_out(self) -> None:
+        """Raises `SettingError` if the report cannot be written."""
+        check_can_write_into(self.out)
+
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the missing cells and writes the report; returns the JSON document."""
         options = self
@@ -70,10 +77,7 @@ class Study(WorkloadOptions):
                 max_tokens=min(self.max_tokens, 48),
                 repeats=min(self.repeats, 5),
             )
-        check_at_least_one(
-            options, "limit", "max_prompt_tokens", "max_tokens", "draft_length", "pool", "repeats",
-            "batch_sizes",
-        )  # fmt: skip
+        options.check()
         with only_run_into(options.out):
             running = Running(options)
             running.measure(say=lambda text: console.print(text, highlight=False, markup=False))

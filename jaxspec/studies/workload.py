@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
-from jaxspec.bench.measure import PairBench, load_prompts
+from jaxspec.bench.measure import PairBench
 from jaxspec.cache.layouts import LAYOUTS, Layout
 from jaxspec.checkpoint.format import is_converted
 from jaxspec.checkpoint.manifest import read_manifest
@@ -27,7 +27,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
-from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static

@@ -12,6 +12,7 @@ import numpy as np
 import xxhash
 
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.runtime.options import LARGEST_NUMBER
 from jaxspec.training import runs
 from jaxspec.training.text_rows import fill_rows
 from jaxspec.training.texts import Text, check_writer, read_texts
@@ -81,21 +82,14 @@ class DrafterTrainConfig:
 
     def __post_init__(self):
         every = ("log_every", "evaluate_every", "evaluate_texts", "checkpoint_every")
-        self.check_positive("tokens", "batch_tokens", "sequence_length", *every)
-        if not 0 <= self.warmup_fraction <= 1:
-            raise SettingError(f"warmup_fraction is {self.warmup_fraction}; it must lie in [0, 1].")
+        runs.check_positive(self, "tokens", most=LARGEST_NUMBER)
+        runs.check_positive(self, "batch_tokens", "sequence_length", *every)
+        runs.check_optimizer(self)
         if self.tokens < self.step_tokens:
             raise SettingError(
                 f"{self.tokens} tokens are less than one step of {self.step_tokens}; raise tokens, "
                 "or lower batch_tokens and sequence_length."
             )
-
-    def check_positive(self, *names: str) -> None:
-        """Raises `SettingError` unless these settings are positive numbers, or None."""
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise SettingError(f"{name} is {value}; it must be a positive number.")
 
     @property
     def num_rows(self) -> int:

@@ -29,6 +29,7 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.options import check_between
 from jaxspec.training import drafters, runs
 from jaxspec.training.drafters import DrafterTrainConfig
 from jaxspec.training.dual_path import (
@@ -75,7 +76,10 @@ class FlexTrainConfig(DrafterTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.check_positive("layers", "rank", "anchors")
+        runs.check_positive(self, "layers", "rank", "anchors", "block")
+        check_between(
+            "new_learning_rate", self.new_learning_rate, 0, runs.LARGEST_RATE, excludes_least=True
+        )
         if self.block < 2:
             raise SettingError(
                 f"block is {self.block}; its first token is the target's own, so it must be 2 or "

@@ -11,6 +11,7 @@ import functools
 import json
 import math
 import pathlib
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,15 +28,17 @@ from flax import serialization, struct
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.console import Console
-from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.directories import check_can_write_into, write_atomically
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.files import is_file, reading
 from jaxspec.runtime.locks import only_writer
+from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
 from jaxspec.types import PyTree
 
 CHECKPOINT = "checkpoint.msgpack"
 LOG = "log.jsonl"
 RESULT = "result.json"
+LARGEST_RATE = 1e6  # of learning rates and weight decay; no run survives one near it
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 Report: TypeAlias = Callable[[int, dict[str, float], int], None]
@@ -185,8 +188,41 @@ def read_checkpoint(path: pathlib.Path, *, command: str) -> dict[str, Any]:
     digest, content = written[:16], written[16:]
     if xxhash.xxh3_128_digest(content) != digest:
         raise CheckpointError(f"{path} is damaged, not as it was written; train again.")
-    record: Any = serialization.msgpack_restore(content)
-    return record
+    try:
+        record: Any = serialization.msgpack_restore(content)
+    except Exception:  # msgpack and flax have no class of their own for what they cannot read
+        record = None
+    return _checked(record, path)
+
+
+def _checked(record: Any, path: pathlib.Path) -> dict[str, Any]:
+    """A record, if it has all that `save_checkpoint` writes.
+
+    Raises:
+      CheckpointError: it has not.
+    """
+    fields = record if isinstance(record, dict) else {}
+    step, fingerprint = fields.get("step"), json_object(fields.get("fingerprint"))
+    has_arrays = all(
+        isinstance(arrays := fields.get(name), dict)
+        and all(isinstance(array, np.ndarray) for array in arrays.values())
+        for name in ("params", "optimizer")
+    )
+    if type(step) is not int or step < 0 or fingerprint is None or not has_arrays:
+        raise CheckpointError(
+            f"{path} has the checksum of a checkpoint and not its contents, so another program "
+            "wrote it; train again."
+        )
+    return fields
+
+
+def json_object(text: Any) -> dict[str, Any] | None:
+    """The JSON object in a text; None if it holds something else."""
+    try:
+        found = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
 
 
 def initial_state(
@@ -250,13 +286,52 @@ def _to_arrays(tree: PyTree) -> dict[str, np.ndarray]:
 def from_arrays(template: PyTree, arrays: dict[str, np.ndarray]) -> PyTree:
     """A pytree like `template` with the leaves of a checkpoint."""
     leaves, treedef = jax.tree.flatten(template)
-    restored = [jnp.asarray(arrays[str(i)]) for i in range(len(leaves))]
-    if [leaf.shape for leaf in leaves] != [leaf.shape for leaf in restored]:
+    wanted = {str(i): (leaf.shape, leaf.dtype) for i, leaf in enumerate(leaves)}
+    if {name: (array.shape, array.dtype) for name, array in arrays.items()} != wanted:
         raise CheckpointError("The checkpoint's arrays do not fit its configuration; train again.")
-    return jax.tree.unflatten(treedef, restored)
+    return jax.tree.unflatten(treedef, [jnp.asarray(arrays[name]) for name in wanted])
 
 
 # A run
+
+
+class OptimizerSettings(Protocol):
+    """The settings of the optimizer that every run has."""
+
+    @property
+    def learning_rate(self) -> float: ...  # noqa: D102
+
+    @property
+    def warmup_fraction(self) -> float: ...  # noqa: D102
+
+    @property
+    def weight_decay(self) -> float: ...  # noqa: D102
+
+    @property
+    def clip_norm(self) -> float: ...  # noqa: D102
+
+    @property
+    def seed(self) -> int: ...  # noqa: D102
+
+
+def check_positive(config: Any, *names: str, most: int = LARGEST_COUNT) -> None:
+    """Raises `SettingError` unless these settings are whole numbers from 1 to `most`, or None."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and not value >= 1:
+            raise SettingError(f"{name} is {value}; it must be a positive number.")
+        if value is not None:
+            check_between(name, value, 1, most)
+
+
+def check_optimizer(config: OptimizerSettings) -> None:
+    """Raises `SettingError` for settings of the optimizer that nothing can be trained with."""
+    check_between("learning_rate", config.learning_rate, 0, LARGEST_RATE, excludes_least=True)
+    if not 0 <= config.warmup_fraction <= 1:
+        raise SettingError(f"warmup_fraction is {config.warmup_fraction}; it must lie in [0, 1].")
+    check_between("weight_decay", config.weight_decay, 0, LARGEST_RATE)
+    check_between("clip_norm", config.clip_norm, 0, sys.float_info.max, excludes_least=True)
+    check_between("seed", config.seed, 0, LARGEST_NUMBER)
 
 
 @contextlib.contextmanager
@@ -264,9 +339,10 @@ def run_directory(out: pathlib.Path) -> Iterator[None]:
     """Makes this process the only one that writes to `out` while the block runs.
 
     Raises:
-      SettingError: another process does.
+      SettingError: another process does, or nothing can be written there.
       CheckpointError: a file could not be read or written.
     """
+    check_can_write_into(out)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(out.resolve()):
@@ -333,6 +409,11 @@ def run_steps(
       on_step: called after every step with the number of steps taken and the step's metrics.
     """
     num_steps = steps.stop
+    if steps.start > num_steps:
+        raise CheckpointError(
+            f"The checkpoint in {out} is of step {steps.start}, and the run ends after step "
+            f"{num_steps}; it is of another run, so train again."
+        )
     metrics: dict[str, float] = {"loss": math.nan}
     with progress(
         out, num_steps=num_steps, first_step=steps.start, log_every=config.log_every
@@ -356,14 +437,14 @@ def read_result(out: pathlib.Path) -> dict[str, Any]:
     """Reads what `write_result` wrote.
 
     Raises:
-      CheckpointError: it is not a JSON object.
+      CheckpointError: it is not a result.
     """
-    try:
-        return dict(json.loads((out / RESULT).read_bytes()))
-    except (ValueError, TypeError) as error:
+    result = json_object((out / RESULT).read_bytes())
+    if result is None or not {"steps", "train_loss", "wall_s"} <= result.keys():
         raise CheckpointError(
             f"{out / RESULT} is damaged, not as it was written; remove it, and resume the run."
-        ) from error
+        )
+    return result
 
 
 @contextlib.contextmanager

@@ -32,10 +32,11 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import check_regular_file
+from jaxspec.runtime.directories import check_can_write, check_regular_file
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
-from jaxspec.training import data
+from jaxspec.runtime.options import LARGEST_NUMBER
+from jaxspec.training import data, runs
 
 KIND = "texts"
 # Requests passed to the engine at a time: enough that its last, partly filled batches cost little.
@@ -90,11 +91,9 @@ class TextsConfig:
     seed: int = 0
 
     def __post_init__(self):
-        for name in ("tokens", "min_prompt_tokens", "output_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise SettingError(
-                    f"{name} is {getattr(self, name)}; it must be a positive number."
-                )
+        runs.check_positive(self, "tokens", most=LARGEST_NUMBER)
+        counts = ("min_prompt_tokens", "max_prompt_tokens", "output_tokens", "batch_size")
+        runs.check_positive(self, *counts)
         if self.max_prompt_tokens < self.min_prompt_tokens:
             raise SettingError(
                 f"max_prompt_tokens {self.max_prompt_tokens} is below min_prompt_tokens "
@@ -160,6 +159,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
       CheckpointError: the file holds something else, or texts with other settings.
     """
     start_s = time.perf_counter()
+    check_can_write(config.out)
     target = load_model(config.target)
     if target.tokenizer is None:
         raise ModelError(

@@ -26,6 +26,7 @@ import numpy as np
 
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
 from jaxspec.training import runs
 from jaxspec.training.runs import TrainState
 
@@ -59,8 +60,10 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
     Raises:
       SettingError: they do not increase by at least a step, or one leaves before the warm-up ends.
     """
+    check_between("warmup_steps", warmup_steps, 0, LARGEST_COUNT)
     branches: list[Branch] = []
     for each in tokens:
+        check_between("branches", each, 1, LARGEST_NUMBER)
         num_steps = round(each / step_tokens)
         decay = max(1, round(DECAY_SHARE * num_steps))
         branch = Branch(tokens=each, leaves_at=num_steps - decay, num_steps=num_steps)
@@ -251,7 +254,7 @@ class HiddenStates:
         self._path, self._shape, self._compute = path, shape, compute
         about = path.with_suffix(".json")
         expected = json.loads(json.dumps({"shape": list(shape), **origin}))
-        if about.is_file() and json.loads(about.read_bytes()) != expected:
+        if about.is_file() and runs.json_object(about.read_bytes()) != expected:
             raise CheckpointError(
                 f"{path} holds the hidden states of another teacher or of other rows; remove it, "
                 "or name another teacher_states."
@@ -277,7 +280,7 @@ class HiddenStates:
 
 def _smallest(step_tokens: int, warmup_steps: int) -> int:
     """Tokens of the shortest branch that leaves after the warm-up."""
-    num_steps = warmup_steps + 1
+    num_steps = max(warmup_steps + 1, int(warmup_steps / (1 - DECAY_SHARE)) - 2)
     while num_steps - max(1, round(DECAY_SHARE * num_steps)) < warmup_steps:
         num_steps += 1
     return num_steps * step_tokens

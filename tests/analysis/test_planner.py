@@ -17,6 +17,7 @@ import toy
 
 import jaxspec
 from jaxspec.analysis.baseline import baseline_bytes
+from jaxspec.analysis.devices import read_device
 from jaxspec.analysis.planner import Planner, choose, plan_memory
 from jaxspec.analysis.planning import bytes as planned_bytes
 from jaxspec.analysis.planning.bytes import SHORT_LAYERS, Layers
@@ -58,7 +59,7 @@ GLM_TARGET = toy.config(
     has_sandwich_norms=True,
 )
 GLM_DRAFT = toy.config(vocab_size=251, num_layers=2, width=24, num_kv_heads=1, is_tied=True)
-HERE = "a fitted device"
+HERE = {"is_datasheet": False}  # a fitted device
 PAIRS = {"qwen3": (TARGET, DRAFT), "glm4": (GLM_TARGET, GLM_DRAFT)}
 GIB = 2**30
 SMALL = Search(draft_lengths=(0, 1, 3), prefill_chunks=(32, 128))
@@ -71,7 +72,8 @@ def make_planner(target=TARGET, draft=DRAFT, **changes):
         "batch": 4,
         "context": 300,
         "prompt_tokens": 100,
-        "device": "h200",
+        "is_datasheet": True,
+        "find_devices": read_device("h200"),
         "acceptance": 0.7,
         "given_dtype": "float32",
         "verifier": Coupled(),
@@ -171,7 +173,7 @@ random_model = functools.cache(jaxspec.random_model)
 
 def check_live_arrays(each, *, verifier, pair="qwen3"):
     """The state of a real engine takes what was predicted, before and after a round."""
-    made = make_planner(*PAIRS[pair], verifier=verifier, device=HERE)
+    made = make_planner(*PAIRS[pair], verifier=verifier, **HERE)
     predicted = measure_parts(made.bytes.loop(each))
     config, draft_config = PAIRS[pair]
     target = random_model(config, dtype="float32", kernels="xla", kv_dtype=each.kv_dtype)
@@ -246,7 +248,7 @@ def test_predicted_arrays_against_measured(verifier, pair, monkeypatch):
 def planner_of_programs(pair, verifier):
     """Whose estimates go through a few short programs of the pair."""
     search = dataclasses.replace(SMALL, draft_lengths=(0, 8), prefill_chunks=(32, 256))
-    return make_planner(*PAIRS[pair], verifier=verifier, search=search, device=HERE)
+    return make_planner(*PAIRS[pair], verifier=verifier, search=search, **HERE)
 
 
 @pytest.mark.system
@@ -279,7 +281,7 @@ def test_layers_that_short_programs_lack_are_estimated(which, monkeypatch):
     """Each adds what its attention begins with: per token and query head, H numbers and two."""
     monkeypatch.setattr(planned_bytes, "default_kernels", lambda: "xla")
     target, draft = DEEP[which]
-    made = make_planner(target, draft, device=HERE, search=SMALL)
+    made = make_planner(target, draft, **HERE, search=SMALL)
     each = settings(draft_length=3, prefill_chunk=128)
     _, prefill = made.bytes.programs(each)
     short = max(program.added_bytes for program in made.bytes.programs(each, SHORT_LAYERS))

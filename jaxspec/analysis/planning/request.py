@@ -196,7 +196,8 @@ def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> Draft
 class PlanRequest:
     """What a plan is made for; see `plan_memory`.
 
-    `draft_options` are arguments of `DraftModel` besides those that are searched.
+    `draft_options` are arguments of `DraftModel` besides those that are searched, and
+    `is_datasheet` says whether `find_devices` takes its constants from a datasheet.
     """
 
     target: Described
@@ -206,7 +207,8 @@ class PlanRequest:
     batch: int
     context: int
     prompt_tokens: int
-    device: str
+    is_datasheet: bool
+    find_devices: cost.FindDevices
     acceptance: float | Sequence[float]
     given_dtype: str | None
     verifier: Verifier
@@ -219,7 +221,7 @@ class PlanRequest:
     def is_here(self) -> bool:
         """Whether the device is this machine's, so that its programs can be compiled as they will
         run."""
-        return self.device not in cost.DEVICES or jax.default_backend() == "gpu"
+        return not self.is_datasheet or jax.default_backend() == "gpu"
 
     @property
     def dtype(self) -> str:

@@ -33,7 +33,7 @@ class SpeedPrediction:
         """Of the target, of the draft model, and the block of KV that attention reads at a time."""
         request = self.request
         draft = None if request.draft is None else request.draft.config
-        return cost.find_devices(request.device, request.target.config, draft)
+        return request.find_devices(request.target.config, draft)
 
     def _devices_of(self, settings: PlanSettings) -> tuple[cost.Device, cost.Device, int | None]:
         """Those of a data shard, each as one; a draft model that they cannot split is on each."""

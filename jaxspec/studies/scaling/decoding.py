@@ -7,13 +7,12 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from jaxspec.bench.measure import load_prompts
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import encode_prompts
+from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.studies.scaling.drafters import Drafters
 from jaxspec.studies.scaling.settings import ScalingSettings

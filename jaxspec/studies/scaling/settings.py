@@ -6,8 +6,9 @@ import dataclasses
 import pathlib
 from typing import ClassVar, TypeVar
 
-from jaxspec.bench.measure import ROUND, Bench, check_at_least_one
+from jaxspec.bench.measure import ROUND, Bench
 from jaxspec.errors import SettingError
+from jaxspec.runtime.directories import check_can_write_into
 from jaxspec.training import data, lm, runs
 
 WRITTEN = "written"  # the domain of the target's own texts
@@ -38,6 +39,8 @@ class ScalingSettings(Bench):
         *ROUND, "training/lm", "training/trunk.py", "training/runs.py", "training/data.py",
         "drafters/draft_model.py", "verifiers", "engine/engine.py", "studies/scaling",
     )  # fmt: skip
+
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seeds", "warmup_steps")
 
     target: str = "demo-target"
     """Any model with a tokenizer that `load_model` takes."""
@@ -108,13 +111,13 @@ class ScalingSettings(Bench):
     repeats: int = 5
     """Timed runs of each stage of a round; medians count."""
 
+    def check_out(self) -> None:
+        """Raises `SettingError` if the report cannot be written."""
+        check_can_write_into(self.out)
+
     def check(self) -> None:
         """Raises `SettingError` for options that no study can be made of."""
-        check_at_least_one(
-            self, "layers", "widths", "tokens", "draft_lengths", "batch_sizes", "epochs",
-            "time_draft_lengths", "max_tokens", "max_prompt_tokens", "repeats", "evaluate_tokens",
-            "limit",
-        )  # fmt: skip
+        super().check()
         if self.reference_layers not in self.layers:
             raise SettingError(
                 f"--reference-layers {self.reference_layers} is none of --layers "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 from typing import Any, Literal
 
@@ -17,7 +18,8 @@ from jaxspec.drafters.heads.config import (
 from jaxspec.drafters.heads.other_layouts import EXPORTED
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
-from jaxspec.training import trunk
+from jaxspec.runtime.options import check_between
+from jaxspec.training import runs, trunk
 from jaxspec.training.drafters import DrafterTrainConfig
 
 # Settings that do not change what is trained, besides those of every run.
@@ -70,7 +72,9 @@ class HeadsTrainConfig(DrafterTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        self.check_positive("num_heads", "num_layers")
+        runs.check_positive(self, "num_heads", "num_layers")
+        if self.clip_value is not None:
+            check_between("clip_value", self.clip_value, 0, math.inf, excludes_least=True)
         for name, kinds in (
             ("own_heads", ("medusa", "hydra")),
             ("num_layers", ("medusa", "clover", "clover2")),

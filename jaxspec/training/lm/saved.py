@@ -16,6 +16,7 @@ from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.tokenizer import check_repeatable
 from jaxspec.runtime.files import is_file, reading
 from jaxspec.training import runs
 from jaxspec.training.runs import TrainState
@@ -59,7 +60,15 @@ def load_run(directory: pathlib.Path) -> Run:
       CheckpointError: there is no checkpoint, or it cannot be read.
     """
     record = runs.read_checkpoint(directory / runs.CHECKPOINT, command=COMMAND)
-    config = ModelConfig.from_json(json.loads(record["model"]))
+    try:
+        config = ModelConfig.from_json(json.loads(record["model"]))
+        if config.num_layers > len(record["params"]):
+            raise ModelError(f"The model has {config.num_layers} layers, of which arrays lack.")
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(
+            f"{directory / runs.CHECKPOINT} does not describe a model; give the directory of a run "
+            f"of `{COMMAND}`."
+        ) from error
     template = jax.eval_shape(lambda: decoder.init_params(config, jax.random.key(0), jnp.float32))
     return Run(
         config=config,
@@ -98,4 +107,6 @@ def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:
         return CheckpointError(f"The tokenizer {path} cannot be read ({reason}); give another.")
 
     with reading(path, unusable):
-        return tokenizers.Tokenizer.from_file(str(path))
+        found = tokenizers.Tokenizer.from_file(str(path))
+    check_repeatable(found, named=f"The tokenizer {path}")
+    return found

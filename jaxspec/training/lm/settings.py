@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig, RopeConfig
-from jaxspec.training import trunk
+from jaxspec.runtime.options import LARGEST_NUMBER
+from jaxspec.training import runs, trunk
 
 # Settings that do not change what is trained, so a run may be resumed with others.
 _FREE_FIELDS = (
@@ -118,19 +119,18 @@ class TrainConfig:
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        positive = ("tokens", "batch_tokens", "sequence_length", "max_length", "vocab_size")
+        runs.check_positive(self, "tokens", most=LARGEST_NUMBER)
+        positive = ("batch_tokens", "sequence_length", "max_length", "vocab_size")
         every = ("log_every", "evaluate_every", "evaluate_tokens", "checkpoint_every")
-        for name in (*positive, *every):
-            if getattr(self, name) < 1:
-                raise SettingError(
-                    f"{name} is {getattr(self, name)}; it must be a positive number."
-                )
+        runs.check_positive(self, *positive, *every, "epochs")
+        runs.check_optimizer(self)
+        self.model_config(self.vocab_size)  # raises for sizes that make no model
         if self.sequence_length > self.max_length:
             raise SettingError(
                 f"sequence_length {self.sequence_length} exceeds max_length {self.max_length}; "
                 "lower the first or raise the second."
             )
-        for name in ("long_fraction", "warmup_fraction", "total_variation_weight"):
+        for name in ("long_fraction", "total_variation_weight"):
             if not 0 <= getattr(self, name) <= 1:
                 raise SettingError(f"{name} is {getattr(self, name)}; it must lie in [0, 1].")
         trunk.check_schedule(self.schedule, self.branches)
