@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sampling
+from jaxspec import sampling, sums
 from jaxspec.decode.state import LogprobsConfig, scatter_rows
 from jaxspec.telemetry.trace import TraceConfig, record_round
 from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, RoundInfo
@@ -76,7 +76,7 @@ def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo)
     if config.is_processed:
         logits = sampling.adjust(logits, info.rows, info.context)
         logits = sampling.filtered_logits(logits, info.rows.sampling)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = sums.log_softmax(logits)
     logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
     of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
     top, top_tokens = lax.top_k(logprobs, config.num_top)

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
+from jaxspec.sampling import uniform
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
@@ -122,8 +123,7 @@ class Oracle(DrafterBase):
 
         def draw(sequence, positions):
             key = jax.random.fold_in(jax.random.key(self.seed), sequence)
-            keys = jax.vmap(lambda p: jax.random.fold_in(key, p))(positions)
-            return jax.vmap(jax.random.uniform)(keys)
+            return uniform(jax.vmap(lambda p: jax.random.fold_in(key, p))(positions))
 
         is_right = jax.vmap(draw)(sequence, position) < self.acceptance
         tokens = jnp.where(is_right, truth, (truth + 1) % shape.vocab_size)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec import sums
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
 from jaxspec.verifiers.tree import at_node, verify_tree
@@ -90,8 +91,8 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
             q = jnp.where(walk.is_rejected, 0, draft.q[:, node])
         # Distributions that are still whole have mass 1, whatever their fp32 numbers sum to.
         is_first = ~jnp.any(walk.is_rejected, axis=1)
-        p_mass = jnp.where(is_first, 1, jnp.sum(walk.p, axis=1))
-        q_mass = jnp.where(is_first, 1, jnp.sum(q, axis=1))
+        p_mass = jnp.where(is_first, 1, sums.total(walk.p)[:, 0])
+        q_mass = jnp.where(is_first, 1, sums.total(q)[:, 0])
         p_token = jnp.sum(jnp.where(is_token, walk.p, 0), axis=1)
         q_token = jnp.sum(jnp.where(is_token, q, 0), axis=1)
 
