@@ -70,6 +70,14 @@ def round_keys(rows: BatchView, node: jax.Array, stream: Stream) -> jax.Array:
     return jax.vmap(of_row)(keys, rows.num_committed, node)
 
 
+def _draw_each(draw: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
+    """What `draw` returns for each key, whatever JAX is configured to do with keys by default; with
+    a dtype that it states, no draw depends on a setting of the process."""
+    with jax.threefry_partitionable(True):
+        drawn = jax.vmap(draw)(keys.reshape(-1))
+    return drawn.reshape(*keys.shape, *drawn.shape[1:])
+
+
 def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
     """Gumbel noise `[..., V]` fp32. Adding it to log-probabilities makes their arg max a sample."""
 
@@ -77,14 +85,12 @@ def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
         # "high": with the default no draw exceeds 16, and tokens below 1e-7 would never be drawn.
         return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
-    noise = jax.vmap(draw)(keys.reshape(-1))
-    return noise.reshape(*keys.shape, vocab_size)
+    return _draw_each(draw, keys)
 
 
 def uniform(keys: jax.Array) -> jax.Array:
     """Uniform draws in [0, 1), fp32, one per key."""
-    draws = jax.vmap(lambda key: jax.random.uniform(key, (), jnp.float32))(keys.reshape(-1))
-    return draws.reshape(keys.shape)
+    return _draw_each(lambda key: jax.random.uniform(key, (), jnp.float32), keys)
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:

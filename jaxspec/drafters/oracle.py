@@ -122,7 +122,7 @@ class Oracle(DrafterBase):
         known = (position < table.shape[1]) & (truth >= 0) & (state["sequence"] >= 0)[:, None]
 
         def draw(sequence, positions):
-            key = jax.random.fold_in(jax.random.key(self.seed), sequence)
+            key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), sequence)
             return uniform(jax.vmap(lambda p: jax.random.fold_in(key, p))(positions))
 
         is_right = jax.vmap(draw)(sequence, position) < self.acceptance

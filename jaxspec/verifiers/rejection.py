@@ -93,8 +93,8 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
         is_first = ~jnp.any(walk.is_rejected, axis=1)
         p_mass = jnp.where(is_first, 1, sums.total(walk.p)[:, 0])
         q_mass = jnp.where(is_first, 1, sums.total(q)[:, 0])
-        p_token = jnp.sum(jnp.where(is_token, walk.p, 0), axis=1)
-        q_token = jnp.sum(jnp.where(is_token, q, 0), axis=1)
+        p_token = jnp.max(jnp.where(is_token, walk.p, 0), axis=1)
+        q_token = jnp.max(jnp.where(is_token, q, 0), axis=1)
 
         was_drawn = is_child & (q_token > 0)
         passes = draws[:, node] * q_token * p_mass < p_token * q_mass
