@@ -264,8 +264,8 @@ def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
     kept."""
 
     def are_enough(is_above: jax.Array) -> jax.Array:
-        [num_above] = sums.sum_integers(is_above.astype(jnp.int32))
-        return num_above >= top_k[..., None]
+        [num_above] = sums.sum_integers(is_above.astype(jnp.uint32))
+        return num_above >= top_k[..., None].astype(jnp.uint32)
 
     order = _ordered_bits(scaled)
     return jnp.where((top_k > 0) & (order < _lowest_kept(order, are_enough)), -jnp.inf, scaled)
@@ -281,9 +281,8 @@ def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     # All tokens together have 2^29 to 2^30 units. A mass is its units and a fraction of `num_bits`.
     masses = masses * sums.power_of_two(29 - sums.exponent(total))
     num_bits = sums.num_digit_bits(scaled.shape[-1])
-    units = masses.astype(jnp.int32)
-    fractions = (masses - units.astype(jnp.float32)) * jnp.float32(2**num_bits)
-    fractions = fractions.astype(jnp.int32)
+    units, rest = sums.split(masses)
+    fractions, _ = sums.split(rest * jnp.float32(2**num_bits))
 
     def add(units: jax.Array, fractions: jax.Array) -> tuple[jax.Array, jax.Array]:
         units, fractions = sums.sum_integers(units, fractions)
@@ -306,14 +305,14 @@ def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
 def _share_of(
     units: jax.Array, fraction: jax.Array, share: jax.Array, *, num_bits: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Units and fraction, int32, of the fp32 `share`, below 1, of a number: its product, exact and
-    then rounded down. A share below 2^-8 is rounded down to a multiple of 2^-32."""
+    """Units and fraction, uint32, of the fp32 `share`, below 1, of a number: their exact product,
+    rounded down. A share below 2^-8 is rounded down to a multiple of 2^-32."""
     share = jnp.minimum(share * 2.0**32, 2.0**32 - 2.0**8).astype(jnp.uint32)
-    upper, lower = _product(share, units.astype(jnp.uint32))
-    of_fraction, _ = _product(share, fraction.astype(jnp.uint32) << (32 - num_bits))
+    upper, lower = _product(share, units)
+    of_fraction, _ = _product(share, fraction << (32 - num_bits))
     added = lower + of_fraction
     upper += (added < lower).astype(jnp.uint32)
-    return upper.astype(jnp.int32), (added >> (32 - num_bits)).astype(jnp.int32)
+    return upper, added >> (32 - num_bits)
 
 
 def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:

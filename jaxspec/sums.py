@@ -16,8 +16,8 @@ from jax import lax
 
 
 def sum_integers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-    """Sums over the last axis, `[..., 1]`, of one or more int32 arrays `[..., V]`, in one pass."""
-    zeros = (jnp.int32(0),) * len(numbers)
+    """Sums over the last axis, `[..., 1]`, of one or more uint32 arrays `[..., V]`, in one pass."""
+    zeros = (jnp.uint32(0),) * len(numbers)
     add = functools.partial(jax.tree.map, operator.add)
     return tuple(
         found[..., None] for found in lax.reduce(numbers, zeros, add, [numbers[0].ndim - 1])
@@ -25,8 +25,8 @@ def sum_integers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def num_digit_bits(size: int) -> int:
-    """The bits of a digit of which `size` can be added in int32."""
-    return 30 - (size - 1).bit_length()
+    """The bits of a digit of which `size` can be added in uint32."""
+    return min(30, 31 - (size - 1).bit_length())
 
 
 def total(numbers: jax.Array) -> jax.Array:
@@ -42,16 +42,20 @@ def _total_up_to_one(numbers: jax.Array) -> jax.Array:
     """`total` of numbers from 0 to 1: each is split into three digits, which are added apart."""
     num_bits = num_digit_bits(numbers.shape[-1])
     base = jnp.float32(2**num_bits)
-    numbers = numbers * base
-    first = numbers.astype(jnp.int32)
-    numbers = (numbers - first.astype(jnp.float32)) * base
-    second = numbers.astype(jnp.int32)
-    third = jnp.round((numbers - second.astype(jnp.float32)) * base).astype(jnp.int32)
+    first, rest = split(numbers * base)
+    second, rest = split(rest * base)
+    third, _ = split(jnp.round(rest * base))
     first, second, third = sum_integers(first, second, third)
     second += third >> num_bits
     first += second >> num_bits
     second &= 2**num_bits - 1
     return first.astype(jnp.float32) / base + second.astype(jnp.float32) / (base * base)
+
+
+def split(numbers: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """fp32 numbers from 0 to 2^30 as integers, uint32, and the fp32 rest of each."""
+    whole = numbers.astype(jnp.int32)  # for which every processor has an instruction
+    return whole.astype(jnp.uint32), numbers - whole.astype(jnp.float32)
 
 
 def exponent(numbers: jax.Array) -> jax.Array:

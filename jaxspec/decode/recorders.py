@@ -51,7 +51,7 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     reached = jnp.where(is_counted, reached, 0)
     depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)[None]
     node = jnp.arange(state.counts.accepted_node.shape[1], dtype=jnp.int32)
-    is_kept = jnp.arange(info.verdict.path.shape[1])[None] < num_accepted[:, None]
+    is_kept = jnp.arange(info.verdict.path.shape[1], dtype=jnp.int32)[None] < num_accepted[:, None]
     on_path = (info.verdict.path[..., None] == node[None, None]) & is_kept[..., None]
     of_round = AcceptanceCounts(
         num_rounds=is_counted,

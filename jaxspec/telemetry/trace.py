@@ -122,7 +122,7 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     )
     tokens = distributions = None
     if config.has_tokens and num_nodes:
-        is_kept = jnp.arange(verdict.path.shape[1])[None] < num_kept[:, None]
+        is_kept = jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None] < num_kept[:, None]
         is_accepted = jnp.any(
             (verdict.path[..., None] == node[:, None]) & is_kept[..., None], axis=1
         )

@@ -36,7 +36,8 @@ class Rejection(ChainVerifier):
     ) -> tuple[jax.Array, jax.Array]:
         """Number of leading nodes with `u q < p`, and the residual after them."""
         passes = (draws * distributions.q_token < distributions.p_token) & distributions.is_node
-        num_accepted = jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
+        is_kept = jnp.cumprod(passes.astype(jnp.int32), axis=1)
+        num_accepted = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
         residual = jnp.maximum(
             at_node(distributions.p, num_accepted) - at_node(distributions.q, num_accepted), 0
         )
@@ -100,7 +101,7 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
         passes = draws[:, node] * q_token * p_mass < p_token * q_mass
         accepts, rejects = was_drawn & passes, was_drawn & ~passes
         left = residual(walk.p, q, p_mass=p_mass, q_mass=q_mass)
-        num_accepted = jnp.sum(walk.path >= 0, axis=1, keepdims=True)
+        num_accepted = jnp.sum(walk.path >= 0, axis=1, keepdims=True, dtype=jnp.int32)
         return Walk(
             node=jnp.where(accepts, node, walk.node),
             p=jnp.where(
