@@ -19,6 +19,7 @@ be biased (most of all under block verification).
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -26,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec import sums
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, DraftContext, RowSampling
 
@@ -68,6 +70,14 @@ def round_keys(rows: BatchView, node: jax.Array, stream: Stream) -> jax.Array:
     return jax.vmap(of_row)(keys, rows.num_committed, node)
 
 
+def _draw_each(draw: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
+    """What `draw` returns for each key, whatever JAX is configured to do with keys by default; with
+    a dtype that it states, no draw depends on a setting of the process."""
+    with jax.threefry_partitionable(True):
+        drawn = jax.vmap(draw)(keys.reshape(-1))
+    return drawn.reshape(*keys.shape, *drawn.shape[1:])
+
+
 def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
     """Gumbel noise `[..., V]` fp32. Adding it to log-probabilities makes their arg max a sample."""
 
@@ -75,13 +85,12 @@ def gumbel(keys: jax.Array, vocab_size: int) -> jax.Array:
         # "high": with the default no draw exceeds 16, and tokens below 1e-7 would never be drawn.
         return jax.random.gumbel(key, (vocab_size,), jnp.float32, mode="high")
 
-    noise = jax.vmap(draw)(keys.reshape(-1))
-    return noise.reshape(*keys.shape, vocab_size)
+    return _draw_each(draw, keys)
 
 
 def uniform(keys: jax.Array) -> jax.Array:
     """Uniform draws in [0, 1), fp32, one per key."""
-    return jax.vmap(jax.random.uniform)(keys.reshape(-1)).reshape(keys.shape)
+    return _draw_each(lambda key: jax.random.uniform(key, (), jnp.float32), keys)
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -253,22 +262,67 @@ def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
 def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
     """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it are
     kept."""
+
+    def are_enough(is_above: jax.Array) -> jax.Array:
+        [num_above] = sums.sum_integers(is_above.astype(jnp.uint32))
+        return num_above >= top_k[..., None].astype(jnp.uint32)
+
     order = _ordered_bits(scaled)
-    lowest = _lowest_kept(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
-    return jnp.where((top_k > 0) & (order < lowest), -jnp.inf, scaled)
+    return jnp.where((top_k > 0) & (order < _lowest_kept(order, are_enough)), -jnp.inf, scaled)
 
 
 def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
     """`-inf` below the token at which the likeliest tokens together reach the mass `top_p` `[B, 1,
-    1]`, where that is less than 1; ties with that token are kept."""
+    1]`, where that is less than 1; ties with that token are kept.
+
+    Masses are added as integers, so which tokens reach `top_p` does not depend on the order.
+    """
+    masses, total, _ = sums.masses(scaled)
+    # All tokens together have 2^29 to 2^30 units. A mass is its units and a fraction of `num_bits`.
+    masses = masses * sums.power_of_two(29 - sums.exponent(total))
+    num_bits = sums.num_digit_bits(scaled.shape[-1])
+    units, rest = sums.split(masses)
+    fractions, _ = sums.split(rest * jnp.float32(2**num_bits))
+
+    def add(units: jax.Array, fractions: jax.Array) -> tuple[jax.Array, jax.Array]:
+        units, fractions = sums.sum_integers(units, fractions)
+        return units + (fractions >> num_bits), fractions & (2**num_bits - 1)
+
+    goal = _share_of(*add(units, fractions), top_p, num_bits=num_bits)
+    # Without one unit, which the likeliest token has, no token at all would be enough.
+    goal_units, goal_fraction = jnp.maximum(goal[0], 1)[..., None], goal[1][..., None]
+
+    def are_enough(is_above: jax.Array) -> jax.Array:
+        kept = (jnp.where(is_above, of[..., None, :], 0) for of in (units, fractions))
+        units_kept, fraction_kept = add(*kept)
+        is_goal = (units_kept == goal_units) & (fraction_kept >= goal_fraction)
+        return (units_kept > goal_units) | is_goal
+
     order = _ordered_bits(scaled)
-    mass = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))
-    goal = top_p * jnp.sum(mass, axis=-1, keepdims=True)
-    # A goal that underflowed to 0 in fp32 would be met by no tokens at all; the likeliest has mass
-    # 1.
-    goal = jnp.maximum(goal, jnp.finfo(jnp.float32).tiny)
-    lowest = _lowest_kept(order, mass, goal)
-    return jnp.where((top_p < 1) & (order < lowest), -jnp.inf, scaled)
+    return jnp.where((top_p < 1) & (order < _lowest_kept(order, are_enough)), -jnp.inf, scaled)
+
+
+def _share_of(
+    units: jax.Array, fraction: jax.Array, share: jax.Array, *, num_bits: int
+) -> tuple[jax.Array, jax.Array]:
+    """Units and fraction, uint32, of the fp32 `share`, below 1, of a number: their exact product,
+    rounded down. A share below 2^-8 is rounded down to a multiple of 2^-32."""
+    share = jnp.minimum(share * 2.0**32, 2.0**32 - 2.0**8).astype(jnp.uint32)
+    upper, lower = _product(share, units)
+    of_fraction, _ = _product(share, fraction << (32 - num_bits))
+    added = lower + of_fraction
+    upper += (added < lower).astype(jnp.uint32)
+    return upper, added >> (32 - num_bits)
+
+
+def _product(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The upper and the lower 32 bits of the product of two uint32 numbers."""
+    a_upper, a_lower, b_upper, b_lower = a >> 16, a & 0xFFFF, b >> 16, b & 0xFFFF
+    lowest = a_lower * b_lower
+    middle = a_upper * b_lower + (lowest >> 16)
+    carried = a_lower * b_upper + (middle & 0xFFFF)
+    upper = a_upper * b_upper + (middle >> 16) + (carried >> 16)
+    return upper, carried << 16 | lowest & 0xFFFF
 
 
 def _ordered_bits(values: jax.Array) -> jax.Array:
@@ -278,31 +332,35 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _lowest_kept(order: jax.Array, weights: jax.Array, goal: jax.Array) -> jax.Array:
-    """The largest threshold at or above which `weights` sum to at least `goal`, `[B, T, 1]` uint32.
+def _lowest_kept(order: jax.Array, are_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """The largest threshold `[B, T, 1]` uint32 for which the tokens at or above it are enough; 0,
+    which keeps everything, if none is.
 
     Found bit by bit: 32 passes over the vocabulary instead of a sort. On a GPU, where the host
-    would run the loop, four bits at a time without a loop. If even all weights together miss the
-    goal by rounding, the result is 0: everything is kept.
+    would run the loop, four bits at a time without a loop.
+
+    Args:
+      order: `[B, T, V]` uint32.
+      are_enough: for sets of tokens `[B, T, n, V]` bool, whether each is enough, `[B, T, n, 1]`.
     """
-    zero = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
+
+    def reached(candidates: jax.Array) -> jax.Array:
+        return are_enough(order[..., None, :] >= candidates[..., None])[..., 0]
+
+    threshold = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
     if loops_run_on_host():
-        threshold = zero
         for shift in range(28, -1, -4):
             digits = jnp.arange(1, 16, dtype=jnp.uint32) << shift
-            candidates = threshold | jnp.expand_dims(digits, range(zero.ndim - 1))
-            is_above = order[..., None, :] >= candidates[..., None]
-            total = jnp.sum(jnp.where(is_above, weights[..., None, :], 0), axis=-1)
-            reached = jnp.where(total >= goal, candidates, threshold)
-            threshold = jnp.max(reached, axis=-1, keepdims=True)
+            candidates = threshold | jnp.expand_dims(digits, range(threshold.ndim - 1))
+            passed = jnp.where(reached(candidates), candidates, threshold)
+            threshold = jnp.max(passed, axis=-1, keepdims=True)
         return threshold
 
     def with_bit(index, threshold):
         candidate = threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-        total = jnp.sum(jnp.where(order >= candidate, weights, 0), axis=-1, keepdims=True)
-        return jnp.where(total >= goal, candidate, threshold)
+        return jnp.where(reached(candidate), candidate, threshold)
 
-    return lax.fori_loop(0, 32, with_bit, zero)
+    return lax.fori_loop(0, 32, with_bit, threshold)
 
 
 def scores(
@@ -389,7 +447,7 @@ def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array
 
 def distribution(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     """Probabilities `[B, T, V]` fp32 that rows are sampled from."""
-    return jax.nn.softmax(filtered_logits(adjust(logits, rows, prefix), rows.sampling), axis=-1)
+    return sums.softmax(filtered_logits(adjust(logits, rows, prefix), rows.sampling))
 
 
 def draw_weighted(keys: jax.Array, weights: jax.Array) -> jax.Array:
@@ -474,7 +532,7 @@ def draw_draft(
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
         token = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0][:, 0]
-        distribution = jax.nn.softmax(drawn_from[:, 0], axis=-1) if needs_probs else None
+        distribution = sums.softmax(drawn_from[:, 0]) if needs_probs else None
         is_drawn_from = jnp.where(is_sampled, drawn_from, adjusted)[:, 0]
         return token, distribution, is_drawn_from if needs_confidence else None
 
@@ -483,17 +541,14 @@ def draw_draft(
         if needs_probs:
             distribution = jnp.zeros_like(logits)
             if needs_greedy_probs:
-                distribution = jax.nn.softmax(
-                    filtered_logits(logits[:, None], rows.sampling)[:, 0], axis=-1
-                )
+                distribution = sums.softmax(filtered_logits(logits[:, None], rows.sampling)[:, 0])
         return greedy, distribution, logits if needs_confidence else None
 
     token, distribution, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
     confidence = None
     if unnormalised is not None:
-        # After the conditional, so that a greedy row's sum does not depend on its neighbours.
-        of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)[:, 0]
-        confidence = jnp.exp(of_token - jax.nn.logsumexp(unnormalised, axis=1))
+        of_token = jnp.take_along_axis(unnormalised, token[:, None], axis=1)
+        confidence = jnp.exp(of_token - sums.logsumexp(unnormalised))[:, 0]
     return DraftToken(token=token, distribution=distribution, confidence=confidence)
 
 
@@ -533,7 +588,7 @@ def draw_block(
         if needs_probs:
             distributions = jnp.zeros_like(logits)
             if needs_greedy_probs:
-                distributions = jax.nn.softmax(filtered_logits(logits, rows.sampling), axis=-1)
+                distributions = sums.softmax(filtered_logits(logits, rows.sampling))
         return DraftBlock(greedy_tokens(logits)[0], distributions)
 
     def draw() -> DraftBlock:
@@ -545,7 +600,7 @@ def draw_block(
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
         tokens = greedy_tokens(jnp.where(is_sampled, noisy, logits))[0]
-        return DraftBlock(tokens, jax.nn.softmax(drawn_from, axis=-1) if needs_probs else None)
+        return DraftBlock(tokens, sums.softmax(drawn_from) if needs_probs else None)
 
     def draw_one_by_one() -> DraftBlock:
         def step(index: jax.Array, drawn: DraftBlock) -> DraftBlock:

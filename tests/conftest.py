@@ -129,6 +129,7 @@ TIERS = {
         "requests",
         "runtime/test_turns.py",
         "test_sampling.py",
+        "test_sums.py",
         "training/test_dual_path.py",
         "training/test_teacher_forcing.py",
         "verifiers/test_coupled.py",

@@ -18,7 +18,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # `convert` is the package at the top of the repository, installed as jaxspec.convert.
 ROOMS = [
     ("errors, types, runtime", "records, messages, directories, compiled programs"),
-    ("sampling, cache", "from logits to distributions; pages of KV"),
+    ("sums, sampling, cache", "from logits to distributions; pages of KV"),
     ("kernels", "products and attention: XLA's, C++ for CPUs, Pallas"),
     ("models", "one decoder, and what varies between families as data"),
     ("checkpoint.manifest, checkpoint.format", "what a converted directory holds"),

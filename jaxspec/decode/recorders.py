@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sampling
+from jaxspec import sampling, sums
 from jaxspec.decode.state import LogprobsConfig, scatter_rows
 from jaxspec.telemetry.trace import TraceConfig, record_round
 from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, RoundInfo
@@ -51,7 +51,7 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
     reached = jnp.where(is_counted, reached, 0)
     depth = jnp.arange(state.counts.drafted_at.shape[1], dtype=jnp.int32)[None]
     node = jnp.arange(state.counts.accepted_node.shape[1], dtype=jnp.int32)
-    is_kept = jnp.arange(info.verdict.path.shape[1])[None] < num_accepted[:, None]
+    is_kept = jnp.arange(info.verdict.path.shape[1], dtype=jnp.int32)[None] < num_accepted[:, None]
     on_path = (info.verdict.path[..., None] == node[None, None]) & is_kept[..., None]
     of_round = AcceptanceCounts(
         num_rounds=is_counted,
@@ -76,7 +76,7 @@ def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo)
     if config.is_processed:
         logits = sampling.adjust(logits, info.rows, info.context)
         logits = sampling.filtered_logits(logits, info.rows.sampling)
-    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = sums.log_softmax(logits)
     logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
     of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
     top, top_tokens = lax.top_k(logprobs, config.num_top)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec import sums
 from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
 from jaxspec.kernels.base import XLA, Kernels
 from jaxspec.kernels.highest import Highest
@@ -326,13 +327,13 @@ def _draw(
             keys = round_keys(rows, numbers, Stream.DRAFT)
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         scores = jnp.where(is_sampled, drawn_from + gumbel(keys, vocab_size), adjusted)
-        q = jax.nn.softmax(drawn_from, axis=-1) if shape.needs_draft_probs else None
+        q = sums.softmax(drawn_from) if shape.needs_draft_probs else None
         return choose(scores), q
 
     def take_highest():
         q = None
         if shape.needs_greedy_probs:
-            q = jax.nn.softmax(filtered_logits(logits, rows.sampling), axis=-1)
+            q = sums.softmax(filtered_logits(logits, rows.sampling))
         elif shape.needs_draft_probs:
             q = jnp.zeros_like(logits)
         return choose(logits), q

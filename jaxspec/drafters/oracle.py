@@ -19,6 +19,7 @@ from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.runtime.values import check_kind, number, whole_number
+from jaxspec.sampling import uniform
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
@@ -123,9 +124,8 @@ class Oracle(DrafterBase):
         known = (position < table.shape[1]) & (truth >= 0) & (state["sequence"] >= 0)[:, None]
 
         def draw(sequence, positions):
-            key = jax.random.fold_in(jax.random.key(self.seed), sequence)
-            keys = jax.vmap(lambda p: jax.random.fold_in(key, p))(positions)
-            return jax.vmap(jax.random.uniform)(keys)
+            key = jax.random.fold_in(jax.random.key(self.seed, impl="threefry2x32"), sequence)
+            return uniform(jax.vmap(lambda p: jax.random.fold_in(key, p))(positions))
 
         is_right = jax.vmap(draw)(sequence, position) < self.acceptance
         tokens = jnp.where(is_right, truth, (truth + 1) % shape.vocab_size)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxspec import sums
 from jaxspec.runtime.environment import loops_run_on_host
 
 BLOCK = 64  # size of the blocks of scores whose maxima are compared first
@@ -43,7 +44,7 @@ def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -
     scaled = scores
     if sharpness is not None:
         scaled = jnp.expand_dims(sharpness, range(1, scores.ndim)) * scores
-    log_total = jax.nn.logsumexp(scaled, axis=-1)
+    log_total = sums.logsumexp(scaled)[..., 0]
     num_blocks = -(-size // BLOCK)
     if loops_run_on_host() or num_blocks <= 2 * count:
         return Highest(*lax.top_k(scores, count), log_total)

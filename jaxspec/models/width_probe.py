@@ -4,7 +4,7 @@ They do with XLA's products: a different number of rows means a different order 
 that always sum in one order declare it (`Kernels.is_width_invariant`). An engine may then score a
 token in whichever window is cheapest, down to plain decoding's one token, and still promise the
 same bits. The declaration is tested before it is relied on: with one layer and the head, and the
-model's own weights.
+model's own weights. What follows the logits is tested too: filters, draws and log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxspec import sampling, sums
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
@@ -39,7 +40,8 @@ _found: dict[Hashable, bool] = {}  # keyed by everything that a `LanguageModel`'
 def is_width_invariant(
     model: Model, *, batch_size: int, verify_length: int, tree_depth: int = 0
 ) -> bool:
-    """Whether tokens get the same bits in windows of one token and of `verify_length`.
+    """Whether tokens get the same bits in windows of one token and of `verify_length`: logits, KV,
+    draws and log-probabilities.
 
     The model must declare it (see `Model`); the declaration is then tested, once per architecture,
     dtype, kernels and size. A declaration that turns out to be wrong is logged as a warning.
@@ -144,8 +146,7 @@ def _try_widths(
         return False  # the kernels leave a product of this size to XLA
     found = lowered.compile()(params, tokens.astype(np.int32), start.astype(np.int32))
     at_once, one_by_one = (jax.tree.leaves(jax.device_get(each)) for each in found)
-    is_same = all(a.tobytes() == b.tobytes() for a, b in zip(at_once, one_by_one, strict=True))
-    if not is_same:
+    if not _are_equal(at_once, one_by_one):
         _log.warning(
             "%s declares that its results do not depend on the width of a window, but %s of "
             "%d tokens and of 1 gave other bits; every round scores %d tokens instead.",
@@ -154,7 +155,59 @@ def _try_widths(
             num_tokens,
             num_tokens,
         )
-    return is_same
+        return False
+    if tree_depth == 0 and not _are_equal(*_draw_widths(found[0][0])):
+        _log.warning(
+            "Draws and log-probabilities of %d tokens at once and of 1 have other bits on this "
+            "device; every round scores %d tokens instead.",
+            num_tokens,
+            num_tokens,
+        )
+        return False
+    return True
+
+
+def _are_equal(one: PyTree, other: PyTree) -> bool:
+    """Whether two trees of arrays are equal, bit for bit."""
+    pairs = zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (one, other)), strict=True)
+    return all(a.tobytes() == b.tobytes() for a, b in pairs)
+
+
+@jax.jit
+def _draw_widths(logits: jax.Array) -> PyTree:
+    """What follows from logits `[B, T, V]`, with several positions at once and with one at a time:
+    log-probabilities of token 0 and, of as many positions as are drawn together, the tokens drawn
+    and their log-probabilities after top-p."""
+    num_rows, num_tokens, vocab_size = logits.shape
+    # The mass of the tokens that are at least as likely as the one in the middle: a sum that is
+    # rounded differently keeps other tokens at the first position.
+    p = sums.softmax(logits[:, 0])
+    top_p = sums.total(jnp.where(p >= p[:, vocab_size // 2, None], p, 0))[:, 0]
+    rows = sampling.neutral_sampling(num_rows).replace(top_p=top_p)
+
+    def draw(logits: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array]:
+        filtered = sampling.filtered_logits(logits, rows)
+        position = start + jnp.arange(logits.shape[1], dtype=jnp.int32)
+        position = jnp.broadcast_to(position, logits.shape[:2])
+        noise = sampling.gumbel(sampling.position_keys(rows, position), vocab_size)
+        drawn, _ = sampling.greedy_tokens(filtered + noise)
+        return drawn, sampling.of_tokens(sums.log_softmax(filtered), drawn)
+
+    def one_by_one(compute: Callable[..., PyTree], num: int) -> PyTree:
+        def at(index: jax.Array) -> PyTree:
+            here = lax.dynamic_slice_in_dim(logits, index, 1, axis=1)
+            return jax.tree.map(lambda found: found[:, 0], compute(here, index))
+
+        return jax.tree.map(jnp.transpose, lax.map(at, jnp.arange(num, dtype=jnp.int32)))
+
+    def logprobs(logits: jax.Array, start: jax.Array | int) -> jax.Array:
+        return sums.log_softmax(logits)[..., 0]
+
+    size = sampling.num_drawn_together(num_rows, num_tokens)
+    return (
+        (draw(logits[:, :size], 0), logprobs(logits, 0)),
+        (one_by_one(draw, size), one_by_one(logprobs, num_tokens)),
+    )
 
 
 def _branches(num_rows: int, depth: np.ndarray, tree_depth: int) -> jax.Array:

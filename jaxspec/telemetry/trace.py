@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import sampling
+from jaxspec import sampling, sums
 from jaxspec.errors import SettingError
 from jaxspec.runtime.values import is_one_of, shown
 from jaxspec.types import (
@@ -123,7 +123,7 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     )
     tokens = distributions = None
     if config.has_tokens and num_nodes:
-        is_kept = jnp.arange(verdict.path.shape[1])[None] < num_kept[:, None]
+        is_kept = jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None] < num_kept[:, None]
         is_accepted = jnp.any(
             (verdict.path[..., None] == node[:, None]) & is_kept[..., None], axis=1
         )
@@ -136,14 +136,14 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
             return jnp.take_along_axis(values, entry[..., None], axis=1)
 
         logits = before_nodes(sampling.adjust(info.scores.logits, info.rows, info.context))
-        p = jax.nn.log_softmax(sampling.filtered_logits(logits, info.rows.sampling), axis=-1)
+        p = sums.log_softmax(sampling.filtered_logits(logits, info.rows.sampling))
         logit = sampling.of_tokens(logits, draft.tokens)[..., None]
         has_probs = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
             # A drafter may leave the distribution of a greedy row zero: that draft is deterministic
             # too.
-            has_probs = jnp.sum(draft.q, axis=-1) > 0
+            has_probs = jnp.any(draft.q > 0, axis=-1)
             logprob_q = jnp.where(
                 has_probs, jnp.log(sampling.of_tokens(draft.q, draft.tokens)), jnp.nan
             )
@@ -168,7 +168,7 @@ def _compare_distributions(
     """Entropies and overlap of p, given by its logarithm `[B, N, V]`, and the draft's q."""
     p = jnp.exp(log_p)
     of_point_mass = DistributionTrace(
-        entropy_p=-jnp.sum(jnp.where(p > 0, p * log_p, 0), axis=-1),
+        entropy_p=sums.total(jnp.where(p > 0, -p * log_p, 0))[..., 0],
         entropy_q=jnp.zeros(draft.tokens.shape, jnp.float32),
         overlap=sampling.of_tokens(p, draft.tokens),
     )
@@ -177,8 +177,8 @@ def _compare_distributions(
     q = draft.q
     log_q = jnp.log(jnp.where(q > 0, q, 1))
     return of_point_mass.replace(
-        entropy_q=-jnp.sum(q * log_q, axis=-1),
-        overlap=jnp.where(has_probs, jnp.sum(jnp.minimum(p, q), axis=-1), of_point_mass.overlap),
+        entropy_q=sums.total(-q * log_q)[..., 0],
+        overlap=jnp.where(has_probs, sums.total(jnp.minimum(p, q))[..., 0], of_point_mass.overlap),
     )
 
 

@@ -12,6 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxspec import sums
 from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
 from jaxspec.verifiers.tree import at_node
 
@@ -42,7 +43,7 @@ class Block(ChainVerifier):
             reach[..., None] * distributions.p - distributions.q, 0
         )  # [B, N + 1, V]
         after = reach[:, 1:]  # P_i, after each node
-        mass = jnp.sum(residuals[:, 1:], axis=2)  # S_i
+        mass = sums.total(residuals[:, 1:])[..., 0]  # S_i
         # After the last node q is zero, so mass is P_i there, and S / (S + 1 - P) is P_i as it
         # should be.
         is_last = distributions.is_node & ~jnp.pad(distributions.is_node[:, 1:], ((0, 0), (0, 1)))

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
+from jaxspec import sums
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
 from jaxspec.verifiers.tree import at_node, verify_tree
@@ -35,7 +36,8 @@ class Rejection(ChainVerifier):
     ) -> tuple[jax.Array, jax.Array]:
         """Number of leading nodes with `u q < p`, and the residual after them."""
         passes = (draws * distributions.q_token < distributions.p_token) & distributions.is_node
-        num_accepted = jnp.sum(jnp.cumprod(passes.astype(jnp.int32), axis=1), axis=1)
+        is_kept = jnp.cumprod(passes.astype(jnp.int32), axis=1)
+        num_accepted = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
         residual = jnp.maximum(
             at_node(distributions.p, num_accepted) - at_node(distributions.q, num_accepted), 0
         )
@@ -90,16 +92,16 @@ def accept_in_tree(p: jax.Array, draft: Draft, draws: jax.Array) -> tuple[jax.Ar
             q = jnp.where(walk.is_rejected, 0, draft.q[:, node])
         # Distributions that are still whole have mass 1, whatever their fp32 numbers sum to.
         is_first = ~jnp.any(walk.is_rejected, axis=1)
-        p_mass = jnp.where(is_first, 1, jnp.sum(walk.p, axis=1))
-        q_mass = jnp.where(is_first, 1, jnp.sum(q, axis=1))
-        p_token = jnp.sum(jnp.where(is_token, walk.p, 0), axis=1)
-        q_token = jnp.sum(jnp.where(is_token, q, 0), axis=1)
+        p_mass = jnp.where(is_first, 1, sums.total(walk.p)[:, 0])
+        q_mass = jnp.where(is_first, 1, sums.total(q)[:, 0])
+        p_token = jnp.max(jnp.where(is_token, walk.p, 0), axis=1)
+        q_token = jnp.max(jnp.where(is_token, q, 0), axis=1)
 
         was_drawn = is_child & (q_token > 0)
         passes = draws[:, node] * q_token * p_mass < p_token * q_mass
         accepts, rejects = was_drawn & passes, was_drawn & ~passes
         left = residual(walk.p, q, p_mass=p_mass, q_mass=q_mass)
-        num_accepted = jnp.sum(walk.path >= 0, axis=1, keepdims=True)
+        num_accepted = jnp.sum(walk.path >= 0, axis=1, keepdims=True, dtype=jnp.int32)
         return Walk(
             node=jnp.where(accepts, node, walk.node),
             p=jnp.where(

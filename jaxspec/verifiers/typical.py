@@ -7,6 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from jaxspec import sums
 from jaxspec.runtime.values import number
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.tree import at_node, verify_tree
@@ -52,7 +53,7 @@ class Typical:
         see `verify_tree`. It needs no draws."""
         del draws
         surprise = jnp.where(p > 0, -jnp.log(jnp.where(p > 0, p, 1)), 0)
-        entropy = jnp.sum(p * surprise, axis=2)
+        entropy = sums.total(p * surprise)[..., 0]
         threshold = jnp.minimum(self.epsilon, self.delta * jnp.exp(-entropy))  # [B, N + 1]
 
         # Indexed by entry: 0 is the root, node n is entry n + 1. Padding and holes hang from the

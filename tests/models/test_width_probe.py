@@ -6,12 +6,16 @@ import dataclasses
 import logging
 import math
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import toy
 
+from jaxspec import sums
 from jaxspec.kernels import cpu, registry
 from jaxspec.kernels.base import Kernels
+from jaxspec.models import width_probe
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.width_probe import is_width_invariant
 
@@ -118,3 +122,31 @@ def test_a_model_from_outside_that_declares_it_wrongly_is_caught(monkeypatch, ca
 
 def test_kernels_declare_nothing_unless_they_say_so():
     assert not Kernels().is_width_invariant
+
+
+def test_draws_that_depend_on_the_width_are_caught(monkeypatch, caplog):
+    model = toy.model(kernels="native", num_layers=1)
+
+    def log_softmax(logits):
+        return jax.nn.log_softmax(logits) * (1 + logits.shape[1] * 2**-20)
+
+    monkeypatch.setattr(width_probe, "_found", {})
+    monkeypatch.setattr(sums, "log_softmax", log_softmax)
+    jax.clear_caches()
+    with caplog.at_level(logging.WARNING):
+        assert not holds(model)
+    jax.clear_caches()
+    [record] = caplog.records
+    assert "Draws and log-probabilities of 3 tokens at once and of 1" in record.getMessage()
+
+
+@pytest.mark.parametrize("vocab_size", [61, 512, 4096])
+def test_sums_in_an_order_of_xlas_are_caught(vocab_size, monkeypatch):
+    """With fp32 sums, whose order XLA chooses by the number of rows, some of these fail."""
+    logits = 3 * np.random.default_rng(0).standard_normal((2, 5, vocab_size)).astype(np.float32)
+    assert width_probe._are_equal(*width_probe._draw_widths(jnp.asarray(logits)))
+    if vocab_size == 512:
+        monkeypatch.setattr(sums, "_total_up_to_one", lambda x: jnp.sum(x, axis=-1, keepdims=True))
+        jax.clear_caches()
+        assert not width_probe._are_equal(*width_probe._draw_widths(jnp.asarray(logits)))
+        jax.clear_caches()

@@ -25,6 +25,7 @@ from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxspec import sums
 from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import DrafterBase
 from jaxspec.drafters.flexdraft import formulas
@@ -292,8 +293,8 @@ class FlexDraft(DrafterBase):
         )
         num_valid = jnp.minimum(rows.draft_limit, num_nodes)
         if self.confidence > 0:
-            highest = jnp.max(logits, axis=-1)
-            confidence = jnp.exp(highest - jax.nn.logsumexp(logits, axis=-1))
+            _, total, _ = sums.masses(logits)
+            confidence = 1 / total[..., 0]  # of the likeliest token, whose mass is 1
             sure = formulas.sure_length(confidence, least=self.confidence, rule=self.rule)
             num_valid = jnp.minimum(num_valid, sure)
 
