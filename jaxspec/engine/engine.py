@@ -289,6 +289,7 @@ class Engine:
         host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
+        self._core.release()
         return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
 
     def describe(self) -> dict[str, Any]:
@@ -360,8 +361,12 @@ class Engine:
             [len(request.prompt_token_ids) for request in requests],
             [request.params.max_tokens for request in requests],
         )
-        self._core.enqueue(*(tickets[index] for index in order), is_limited=False)
-        yield from self._core.completions(tickets, on_progress)
+        self._core.measure()
+        try:
+            self.queue.add(*(tickets[index] for index in order), is_limited=False)
+            yield from self._core.completions(tickets, on_progress)
+        finally:
+            self.queue.give_up(tickets)
 
     # Requests one by one, for a server or your own loop.
 
@@ -398,7 +403,7 @@ class Engine:
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         )
         if session is None:
-            self._core.enqueue(ticket)
+            self.queue.add(ticket)
         else:
             session.enqueue(ticket, self._core)
         return ticket.request.request_id
@@ -426,6 +431,7 @@ class Engine:
     @property
     def has_unfinished(self) -> bool:
         """Whether a request is waiting, is being decoded, or has ended since the last `step`."""
+        self._core.release()
         return not self.queue.is_empty
 
     def stream(
@@ -447,7 +453,7 @@ class Engine:
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         ).streamed()
-        self._core.enqueue(ticket)
+        self.queue.add(ticket)
         return self._core.stream(ticket)
 
     def astream(
@@ -528,6 +534,7 @@ class Engine:
           SettingError: a pytree of another structure, shape or dtype.
         """
         with self._core.lock:
+            self._core.release()
             if num_unfinished := self.queue.num_unfinished:
                 raise RequestError(
                     f"New weights were given while {num_unfinished} requests are unfinished, whose "
@@ -561,9 +568,11 @@ class Engine:
         Raises:
           RequestError: requests are being decoded.
         """
-        if self.queue.tickets_by_row:
-            raise RequestError("The engine was to be emptied while requests are being decoded.")
-        self._core.reset()
+        with self._core.lock:
+            self._core.release()
+            if self.queue.tickets_by_row:
+                raise RequestError("The engine was to be emptied while requests are being decoded.")
+            self._core.reset()
 
     def shutdown(self) -> None:
         """Cancels all unfinished requests, frees the device's state, and refuses requests from now
