@@ -34,9 +34,9 @@ _log = logging.getLogger(__name__)
 
 # Rounds between two chunks of prompts, two pieces of a stream, and two checks of deadlines.
 ROUNDS_PER_CHUNK = 4
-# Chunks that a step may prefill for each idle row after the first. 48 requests of 512 + 64 tokens at
-# batch 16 take 703 rounds with 0, 157 with 1, 142 with 2, 131 with 4 and 129 without a limit; the
-# longest gap of a stream beside a burst of 15 prompts is 261, 481, 742, 920 and 1548 ms.
+# Chunks that a step may prefill for each idle row after the first. 48 requests of 512 + 64 tokens
+# at batch 16 take 703 rounds with 0, 157 with 1, 142 with 2, 131 with 4 and 129 without a limit;
+# the longest gap of a stream beside a burst of 15 prompts is 261, 481, 742, 920 and 1548 ms.
 CHUNKS_PER_IDLE_ROW = 2
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
 
@@ -103,24 +103,29 @@ class EngineCore:
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled and output is awaited, a step is one chunk and `ROUNDS_PER_CHUNK` rounds."""
+        prefilled and output is awaited, a step is a few chunks and `ROUNDS_PER_CHUNK` rounds."""
         self.watched(self._step)
 
     def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
-        """Compiles every program; see `Executor.warm_up`. Needs no lock.
+        """Compiles every program, without the lock (see `Executor.warm_up`), and then measures.
 
         Raises:
           RequestError: the device does not answer.
         """
         warm_up = functools.partial(self.executor.warm_up, on_program)
+        compiled: tuple[Compiled, ...] = ()
         if self._step_timeout_s is None:
-            return warm_up()
-        try:
-            return self._make_watchdog(self._step_timeout_s).run(warm_up)
-        except StepTimeoutError:
-            with self.lock:
-                self._abandon()
-            raise RequestError(f"The engine {self._why_abandoned}; make another engine.") from None
+            compiled = warm_up()
+        else:
+            try:
+                compiled = self._make_watchdog(self._step_timeout_s).run(warm_up)
+            except StepTimeoutError:
+                with self.lock:
+                    self._abandon()
+        self.measure()
+        if self._is_abandoned:
+            raise RequestError(f"The engine {self._why_abandoned}; make another engine.")
+        return compiled
 
     def shut_down(self) -> None:
         """Cancels every request, and drops the state."""
@@ -150,6 +155,8 @@ class EngineCore:
                 return None
 
     def _attempt(self, call: Callable[[], T]) -> T:
+        """The result of a call of the device. If it fails and the state is lost with it, the
+        requests that had rows end."""
         try:
             return call()
         except BaseException:

@@ -75,7 +75,8 @@ class Engine:
       draft_length: tokens drafted per round, 1 to `verify_length - 1` (for a tree, its number of
         nodes), and no more than the drafter can draft unless a `verify_length` is given; default
         the drafter's own number of nodes, or 4. `auto` chooses them, or none, by acceptance and by
-        the measured cost of rounds; see `engine.adaptive`.
+        the measured cost of rounds; see `engine.adaptive`. `warm_up` measures that cost, or else
+        the first `generate`; requests before that use the default.
       exactness: with `bitwise`, drafts do not change a bit of the output. With `ties`, two tokens
         that tie within rounding may be exchanged; every round scores only as many tokens as its
         drafts need, down to one. Where the kernels' bits do not depend on the width of a window
@@ -422,15 +423,17 @@ class Engine:
         requests that have ended since the last call, in the order in which they ended.
 
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled, a step is one chunk of a prompt and a few rounds, so that a long prompt delays
-        running rows by no more than a chunk at a time.
+        prefilled, a step is a few rounds and one chunk of a prompt, so that a long prompt delays
+        running rows by no more than a chunk at a time. If several prompts wait for idle rows, a
+        step prefills two more chunks for each idle row after the first.
         """
         self._core.step()
         return self.queue.take_finished()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting, is being decoded, or has ended since the last `step`."""
+        """Whether a request is waiting, is being decoded, or was submitted and has ended since the
+        last `step`. Cancelled and overdue requests end when this is asked."""
         self._core.release()
         return not self.queue.is_empty
 
@@ -557,8 +560,12 @@ class Engine:
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of the first request instead of at its first use; see
-        `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
-        have been measured. Any thread may call it."""
+        `Executor.warm_up`. With `draft_length="auto"` it then measures the rounds, unless requests
+        are being decoded. Any thread may call it.
+
+        Raises:
+          RequestError: with `step_timeout_s`, the device does not answer.
+        """
         return self._core.warm_up(on_program)
 
     def reset(self) -> None:

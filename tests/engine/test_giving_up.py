@@ -167,8 +167,7 @@ def cancel_a_stream_by_its_name(engine):
     stream = engine.stream(PROMPTS[0], LONG, request_id="streamed")
     next(stream)
     engine.cancel("streamed")
-    *_, last = stream
-    assert last.completion.stop_reason == "cancelled"
+    check_was_cancelled(stream)
 
 
 @way
@@ -326,8 +325,7 @@ def close_a_session_in_mid_turn(engine):
     next(stream)
     session.close()
     assert engine.memory.num_resident_tokens == 0
-    *_, last = stream
-    assert last.completion.stop_reason == "cancelled"
+    check_was_cancelled(stream)
 
 
 def requests_of(engine, params):
@@ -336,6 +334,11 @@ def requests_of(engine, params):
 
 async def anext_of(stream):
     return await anext(stream)
+
+
+def check_was_cancelled(stream):
+    *_, last = stream
+    assert last.completion.stop_reason == "cancelled"
 
 
 def check_turns(engine, session):
@@ -419,5 +422,5 @@ def test_a_shut_down_engine_holds_nothing(target):
     assert engine.queue.num_unfinished == engine.queue.num_waiting == 0
     assert engine.queue.tickets_by_row == {}
     assert sorted(done.request_id for done in engine.step()) == sorted(names)
-    assert [piece.completion.stop_reason for piece in stream] == ["cancelled"]
+    check_was_cancelled(stream)
     assert not engine.has_unfinished
