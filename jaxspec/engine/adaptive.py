@@ -6,9 +6,9 @@ where `a_j` is the probability that draft j is accepted if those before it are (
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
 highest `E(n) / t(n)`. Variants of a drafter draft the same tokens, so they share E, but each has a
 t of its own; the controller picks the variant together with n. It estimates `a_j` from the running
-rows, and forgets old rounds slowly. Round times are measured before the first request, with the
-engine's own programs, and corrected by the rounds that requests run (`engine.round_times`). Shapes
-are static, so a round costs the same however many rows are running.
+rows, and forgets old rounds slowly. Round times are measured on empty rows, with the engine's own
+programs, and corrected by the rounds that requests run (`engine.round_times`). Shapes are static,
+so a round costs the same however many rows are running.
 
 For a tree, n is the number of nodes. Nodes are ordered by their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
@@ -37,6 +37,7 @@ import jax
 import numpy as np
 
 from jaxspec.decode.buckets import window_buckets
+from jaxspec.decode.settings import default_draft_length
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
 from jaxspec.engine.round_times import (
@@ -355,13 +356,19 @@ class AdaptiveDrafting:
       draft_length: the longest.
 
     Attributes:
-      controller: makes the choices; None until `prepare` has measured the rounds.
+      controller: makes the choices; None until `prepare` has measured the rounds. Until then the
+        default draft length is used.
     """
 
     def __init__(self, executor: Executor, *, draft_length: int):
         self.controller: DraftLengthController | None = None
         self._executor = executor
         self._draft_length = draft_length
+        drafter = executor.loop.drafter
+        self._unmeasured = RoundKind(
+            min(default_draft_length(drafter), draft_length),
+            drafter.choose_variant(executor.shape) if len(executor.variants) > 1 else 0,
+        )
         self._choice: Choice | None = None  # of the rounds that `note` is called for next
         self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
@@ -412,7 +419,10 @@ class AdaptiveDrafting:
     def first_limit(self, ticket: Ticket) -> int:
         """The draft length with which a ticket's row begins: that of the current choice, so that it
         need seldom be set before the next rounds."""
-        chosen = None if self.controller is None else self.controller.draft_length
+        if self.controller is None:
+            chosen = self._unmeasured.draft_length
+        else:
+            chosen = self.controller.draft_length
         return ticket.draft_length if chosen is None else min(ticket.draft_length, chosen)
 
     def choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
@@ -423,7 +433,8 @@ class AdaptiveDrafting:
           num_rounds: at most.
         """
         executor, controller = self._executor, self.controller
-        assert controller is not None, "prepare comes first"
+        if controller is None:  # rows were admitted with this draft length
+            return Choice(kind=self._unmeasured, num_rounds=num_rounds)
         was_resting = self.is_resting
         lags = functools.cache(lambda: self._lags(tickets))
         drafting = [one for one in tickets.values() if not one.is_prefilling and one.draft_length]

@@ -84,7 +84,8 @@ class Engine:
       draft_length: tokens drafted per round, 1 to `verify_length - 1` (for a tree, its number of
         nodes), and no more than the drafter can draft unless a `verify_length` is given; default
         the drafter's own number of nodes, or 4. `auto` chooses them, or none, by acceptance and by
-        the measured cost of rounds; see `engine.adaptive`.
+        the measured cost of rounds; see `engine.adaptive`. `warm_up` measures that cost, or else
+        the first `generate`; requests before that use the default.
       exactness: with `bitwise`, drafts do not change a bit of the output. With `ties`, two tokens
         that tie within rounding may be exchanged; every round scores only as many tokens as its
         drafts need, down to one. Where the kernels' bits do not depend on the width of a window
@@ -305,6 +306,7 @@ class Engine:
         host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
+        self._core.release()
         return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
 
     def describe(self) -> dict[str, Any]:
@@ -377,8 +379,12 @@ class Engine:
             [len(request.prompt_token_ids) for request in requests],
             [request.params.max_tokens for request in requests],
         )
-        self._core.enqueue(*(tickets[index] for index in order), is_limited=False)
-        yield from self._core.completions(tickets, on_progress)
+        self._core.measure()
+        try:
+            self.queue.add(*(tickets[index] for index in order), is_limited=False)
+            yield from self._core.completions(tickets, on_progress)
+        finally:
+            self.queue.give_up(tickets)
 
     # Requests one by one, for a server or your own loop.
 
@@ -415,7 +421,7 @@ class Engine:
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         )
         if session is None:
-            self._core.enqueue(ticket)
+            self.queue.add(ticket)
         else:
             check_kind("session", session, Session, "a session that engine.session() returned")
             session.enqueue(ticket, self._core)
@@ -436,15 +442,18 @@ class Engine:
         requests that have ended since the last call, in the order in which they ended.
 
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled, a step is one chunk of a prompt and a few rounds, so that a long prompt delays
-        running rows by no more than a chunk at a time.
+        prefilled, a step is a few rounds and one chunk of a prompt, so that a long prompt delays
+        running rows by no more than a chunk at a time. If several prompts wait for idle rows, a
+        step prefills two more chunks for each idle row after the first.
         """
         self._core.step()
         return self.queue.take_finished()
 
     @property
     def has_unfinished(self) -> bool:
-        """Whether a request is waiting, is being decoded, or has ended since the last `step`."""
+        """Whether a request is waiting, is being decoded, or was submitted and has ended since the
+        last `step`. Cancelled and overdue requests end when this is asked."""
+        self._core.release()
         return not self.queue.is_empty
 
     def stream(
@@ -466,7 +475,7 @@ class Engine:
         ticket = self._intake.single(
             prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
         ).streamed()
-        self._core.enqueue(ticket)
+        self.queue.add(ticket)
         return self._core.stream(ticket)
 
     def astream(
@@ -555,6 +564,7 @@ class Engine:
         """
         with self._core.lock:
             is_lost = self._core.give_up_if_lost()
+            self._core.release()
             if (num_unfinished := self.queue.num_unfinished) and not is_lost:
                 raise RequestError(
                     f"New weights were given while {num_unfinished} requests are unfinished, whose "
@@ -576,8 +586,12 @@ class Engine:
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
         """Compiles every program ahead of the first request instead of at its first use; see
-        `Executor.warm_up`. With `draft_length="auto"` the first request still waits until rounds
-        have been measured. Any thread may call it."""
+        `Executor.warm_up`. With `draft_length="auto"` it then measures the rounds, unless requests
+        are being decoded. Any thread may call it.
+
+        Raises:
+          RequestError: with `step_timeout_s`, the device does not answer.
+        """
         check_callable(on_program=on_program)
         return self._core.warm_up(on_program)
 
@@ -588,10 +602,12 @@ class Engine:
         Raises:
           RequestError: requests are being decoded.
         """
-        self._core.give_up_if_lost()
-        if self.queue.tickets_by_row:
-            raise RequestError("The engine was to be emptied while requests are being decoded.")
-        self._core.reset()
+        with self._core.lock:
+            self._core.give_up_if_lost()
+            self._core.release()
+            if self.queue.tickets_by_row:
+                raise RequestError("The engine was to be emptied while requests are being decoded.")
+            self._core.reset()
 
     def shutdown(self) -> None:
         """Cancels all unfinished requests, frees the device's state, and refuses requests from now

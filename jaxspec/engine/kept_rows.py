@@ -181,6 +181,11 @@ class KeptRows:
         self._leave(conversation)
         conversation.num_slots = conversation.num_prefilled = 0
 
+    def park_rows(self) -> None:
+        """Moves the KV in rows to the host, as far as there is room."""
+        for conversation in list(self._by_row.values()):
+            self._park(conversation)
+
     def forget_rows(self) -> int:
         """Forgets the KV in rows whose state is gone; returns the number of tokens."""
         return self._drop_all(list(self._by_row.values()))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from jaxspec.engine.conversation import Conversation
 from jaxspec.errors import QueueFullError, RequestError
@@ -51,7 +52,7 @@ class Ticket:
       is_streamed: whether the output is read as it is emitted.
       deadline: when it ends with the tokens it has, by `time.monotonic`; None for never.
       conversation: the conversation of which it is a turn, or None.
-      name: the name by which it can be cancelled; unique among unfinished tickets.
+      event_loop: the event loop that reads its output, or None.
       row: its row on the device, while it has one.
       draft_limit: the draft length that this row has on the device: the most that is drafted in the
         next rounds.
@@ -60,7 +61,7 @@ class Ticket:
       num_reused: prompt tokens whose KV was reused; None if there was nothing to reuse from.
       num_reread: prompt tokens that the conversation had prefilled or emitted before, and that are
         prefilled again; None if `num_reused` is.
-      is_cancelled: whether to end it at the next step.
+      is_cancelled: whether its caller has given it up.
       stopped: the stop string found in its output.
       acceptance: counts as of the host's last check.
       completion: its completion, once it has ended.
@@ -76,7 +77,7 @@ class Ticket:
     is_streamed: bool = False
     deadline: float | None = None
     conversation: Conversation | None = None
-    name: Hashable = None
+    event_loop: asyncio.AbstractEventLoop | None = None
     row: int | None = None
     draft_limit: int = 0
     arrival: int = 0
@@ -116,6 +117,14 @@ class Ticket:
     def is_overdue(self) -> bool:
         """Whether its deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
+
+    @property
+    def given_up(self) -> Finish | None:
+        """Why it must end with the tokens it has: it was cancelled, or the event loop that reads it
+        is closed, or its time is up. None if it may go on."""
+        if self.is_cancelled or (self.event_loop is not None and self.event_loop.is_closed()):
+            return Finish.CANCELLED
+        return Finish.TIMEOUT if self.is_overdue else None
 
     @property
     def has_output(self) -> bool:
@@ -167,7 +176,9 @@ class Ticket:
 class RequestQueue:
     """Tickets by arrival, and the rows that some of them have.
 
-    Any thread may call it. Only the thread that steps the engine assigns and frees rows.
+    Any thread may call it. Only the thread that steps the engine assigns and frees rows. So a
+    ticket with a row that was given up keeps it until `EngineCore.release` or the next step, but is
+    not counted any more, and its name is free.
 
     Args:
       num_rows: rows on the device.
@@ -182,26 +193,42 @@ class RequestQueue:
         self._max_waiting = max_waiting
         self._abort = abort
         self._waiting: collections.deque[Ticket] = collections.deque()
-        self._unfinished: dict[Hashable, Ticket] = {}
+        self._names: dict[str, Ticket] = {}  # of unfinished tickets that can be cancelled
         self._rows: list[Ticket | None] = [None] * num_rows
         self._finished: list[Completion] = []
         self._closed: str | None = None  # why the engine is closed
 
     @property
     def num_waiting(self) -> int:
-        """Tickets without a row."""
-        return len(self._waiting)
+        """Tickets without a row that were not given up."""
+        with self._lock:
+            return sum(ticket.given_up is None for ticket in self._waiting)
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether tickets have no row."""
+        return bool(self._waiting)
 
     @property
     def num_unfinished(self) -> int:
-        """Tickets that wait or have a row."""
-        return len(self._unfinished)
+        """Tickets that wait or have a row and were not given up."""
+        with self._lock:
+            return sum(ticket.given_up is None for ticket in self._unfinished())
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether a ticket was given up and has not ended yet."""
+        with self._lock:
+            return any(ticket.given_up is not None for ticket in self._unfinished())
 
     @property
     def is_empty(self) -> bool:
-        """Whether every ticket has ended, and `take_finished` has returned all that it has to."""
+        """Whether every ticket has ended or was given up, and `take_finished` has returned, and
+        will return, all that it has to."""
         with self._lock:
-            return not self._unfinished and not self._finished
+            return not self._finished and all(
+                ticket.given_up is not None and ticket.has_consumer for ticket in self._unfinished()
+            )
 
     @property
     def is_closed(self) -> bool:
@@ -212,6 +239,9 @@ class RequestQueue:
     def tickets_by_row(self) -> dict[int, Ticket]:
         """Tickets that have a row, by row."""
         return {row: ticket for row, ticket in enumerate(self._rows) if ticket is not None}
+
+    def _unfinished(self) -> list[Ticket]:
+        return [*self.tickets_by_row.values(), *self._waiting]
 
     def add(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Queues tickets for rows.
@@ -225,20 +255,21 @@ class RequestQueue:
                 raise RequestError(
                     f"A request was given to an engine that {self._closed}; make another engine."
                 )
+            self.end_waiting()
             if is_limited and len(self._waiting) >= self._max_waiting:
                 raise QueueFullError(
                     f"A request was given while {len(self._waiting)} are waiting, as many as the "
                     "queue holds (max_queue); try again when some have ended."
                 )
             for ticket in tickets:
-                # Requests of a list may share ids, and cannot be cancelled by them.
-                ticket.name = ticket.request.request_id if ticket.is_interactive else object()
-                if ticket.name in self._unfinished:
-                    raise RequestError(
-                        f"The request id {ticket.name!r} was given twice, and the first of that "
-                        "name has not ended; give another, or none."
-                    )
-                self._unfinished[ticket.name] = ticket
+                if ticket.is_interactive:  # requests of a list may share ids
+                    name = ticket.request.request_id
+                    if name in self._names and self._names[name].given_up is None:
+                        raise RequestError(
+                            f"The request id {name!r} was given twice, and the first of that name "
+                            "has not ended; give another, or none."
+                        )
+                    self._names[name] = ticket
                 self._waiting.append(ticket)
 
     def place_next(self, choose_row: Callable[[Ticket], int]) -> Ticket | None:
@@ -252,36 +283,34 @@ class RequestQueue:
             self._rows[row], ticket.row = ticket, row
             return ticket
 
-    def cancel(self, name: Hashable) -> None:
-        """Ends a ticket: immediately if it is waiting, at the next step if it has a row.
+    def cancel(self, name: str) -> None:
+        """Gives a ticket up; it ends immediately if it is waiting.
 
         Raises:
           RequestError: no unfinished ticket has this name.
         """
         with self._lock:
-            if name not in self._unfinished:
+            if name not in self._names:
                 raise RequestError(
                     f"The request {name!r} was to be cancelled, and no unfinished request of "
                     "this engine has that name; it has ended already, or was never submitted."
                 )
-            self.cancel_all([self._unfinished[name]])
+            self.give_up([self._names[name]])
+            self.end_waiting()
 
-    def cancel_all(self, tickets: Sequence[Ticket]) -> None:
-        """`cancel` for those of the tickets that have not ended."""
+    def give_up(self, tickets: Iterable[Ticket]) -> None:
+        """Marks tickets that nobody waits for any more. Python may call this at any moment, where
+        it frees a stream, so it changes nothing else."""
+        for ticket in tickets:
+            ticket.is_cancelled = True
+
+    def end_waiting(self) -> None:
+        """Ends waiting tickets that were given up."""
         with self._lock:
-            for ticket in tickets:
-                if ticket.row is not None:
-                    ticket.is_cancelled = True
-                elif ticket.completion is None:
+            for ticket in list(self._waiting):
+                if (finish := ticket.given_up) is not None:
                     self._waiting.remove(ticket)
-                    self.abort(ticket, Finish.CANCELLED)
-
-    def end_overdue(self) -> None:
-        """Ends waiting tickets whose deadline has passed."""
-        with self._lock:
-            for ticket in [ticket for ticket in self._waiting if ticket.is_overdue]:
-                self._waiting.remove(ticket)
-                self.abort(ticket, Finish.TIMEOUT)
+                    self.abort(ticket, finish)
 
     def abort(self, ticket: Ticket, finish: Finish) -> None:
         """Finishes a ticket without output."""
@@ -297,7 +326,9 @@ class RequestQueue:
             if ticket.row is not None:
                 self._rows[ticket.row] = None
                 ticket.row = None
-            self._unfinished.pop(ticket.name, None)
+            name = ticket.request.request_id
+            if self._names.get(name) is ticket:
+                del self._names[name]
             if not ticket.has_consumer:
                 self._finished.append(completion)
 
@@ -312,7 +343,8 @@ class RequestQueue:
         """Cancels every ticket, and refuses new ones."""
         with self._lock:
             self._closed = self._closed or "was shut down"
-            self.cancel_all(list(self._unfinished.values()))
+            self.give_up(self._unfinished())
+            self.end_waiting()
 
     def abandon(self, finish: Finish, why: str) -> None:
         """Ends every ticket immediately, without output, and refuses new ones.
@@ -323,6 +355,7 @@ class RequestQueue:
         """
         with self._lock:
             self._closed = why
+            unfinished = self._unfinished()
             self._waiting.clear()
-            for ticket in list(self._unfinished.values()):
+            for ticket in unfinished:
                 self.abort(ticket, finish)

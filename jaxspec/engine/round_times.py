@@ -1,4 +1,4 @@
-"""What rounds take: measured before the first request, then learnt from rounds that requests run.
+"""What rounds take: measured on empty rows, then learnt from rounds that requests run.
 
 A machine that is shared with others changes its speed from moment to moment, and what matters is
 how rounds compare with each other. So each kind of round is measured beside the others in the same

@@ -60,24 +60,24 @@ class Session:
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Prompt and output of the last turn that has ended."""
-        return self._conversation.token_ids
+        return self._settled.token_ids
 
     @property
     def num_kept_tokens(self) -> int:
         """Number of tokens whose KV is kept; while a turn is in progress, as of the last one."""
-        return self._conversation.num_slots
+        return self._settled.num_slots
 
     @property
     def row(self) -> int | None:
         """The row of the executor that holds the KV, or None."""
-        return self._conversation.row
+        return self._settled.row
 
     @property
     def place(self) -> str:
         """Where the KV is: `device`, `host`, or `none` if there is none."""
         if self.row is not None:
             return "device"
-        return "host" if self._conversation.stored is not None else "none"
+        return "host" if self._settled.stored is not None else "none"
 
     def generate(
         self,
@@ -105,6 +105,7 @@ class Session:
             prompt, params, None, speculate, draft_length, chat_template, timeout_s
         )
         ticket = dataclasses.replace(ticket, has_consumer=True)
+        self._core.measure()
         self.enqueue(ticket)
         [completion] = self._core.completions([ticket], None)
         return completion
@@ -146,9 +147,8 @@ class Session:
         """Forgets the KV; a turn in progress is cancelled. Closing twice does nothing."""
         with self._lock, self._core.lock:
             self._conversation.is_closed = True
-            if self._is_busy:
-                assert self._ticket is not None, "a busy session has a turn"
-                self._core.queue.cancel_all([self._ticket])
+            if self._ticket is not None:
+                self._core.queue.give_up([self._ticket])
             if not self._is_busy:
                 self._core.kept.drop(self._conversation)
 
@@ -178,12 +178,26 @@ class Session:
         with self._lock:
             self._check("given a turn")
             ticket.conversation = self._conversation
-            self._core.enqueue(ticket)
+            self._core.queue.add(ticket)
             self._ticket = ticket
 
     @property
     def _is_busy(self) -> bool:
+        self._end_if_given_up()
         return self._ticket is not None and self._ticket.completion is None
+
+    def _end_if_given_up(self) -> None:
+        """Ends a turn that was given up, if it has not ended yet."""
+        turn = self._ticket
+        if turn is not None and turn.completion is None and turn.given_up is not None:
+            with self._core.lock:
+                self._core.release()
+
+    @property
+    def _settled(self) -> Conversation:
+        """The conversation, to which a turn that was given up has been added."""
+        self._end_if_given_up()
+        return self._conversation
 
     def _check(self, what: str) -> None:
         if self._conversation.is_closed:
@@ -225,7 +239,7 @@ def cache_prefix(
     ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
     num_tokens = ticket.prompt_length
     with core.lock:  # no other request may take the row before it has been copied
-        core.enqueue(ticket)
+        core.queue.add(ticket)
         [completion] = core.completions([ticket], None)
         if completion.finish_reason == "abort":
             raise RequestError(
@@ -254,5 +268,6 @@ def check_keeps_rows(executor: Executor) -> None:
 def kept_counts(core: EngineCore) -> dict[str, Any]:
     """The counts of kept KV in `Engine.memory`."""
     names = ("num_resident_tokens", "num_parked_tokens", "parked_bytes", "num_reread_tokens")
+    core.release()
     metrics = core.kept.metrics()
     return {name: metrics[name] for name in names}

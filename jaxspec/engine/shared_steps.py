@@ -7,6 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
+from jaxspec.engine.queue import Ticket
 from jaxspec.errors import RequestError
 
 
@@ -21,12 +22,12 @@ class SharedSteps:
         self._step = step
         self._lock = threading.Lock()
         self._event_loop: asyncio.AbstractEventLoop | None = None
-        self._num_streams = 0
+        self._streams: set[Ticket] = set()
         self._running: asyncio.Future[None] | None = None
 
     @contextlib.contextmanager
-    def for_stream(self) -> Iterator[None]:
-        """While a stream lasts, lets the running event loop call `wait_for_step`.
+    def for_stream(self, ticket: Ticket) -> Iterator[None]:
+        """While the stream of a ticket lasts, lets the running event loop call `wait_for_step`.
 
         Raises:
           RequestError: another event loop has streams that have not ended.
@@ -34,20 +35,20 @@ class SharedSteps:
         event_loop = asyncio.get_running_loop()
         with self._lock:
             if self._event_loop is not event_loop:
-                other = self._event_loop
-                if self._num_streams and other is not None and not other.is_closed():
+                if any(other.given_up is None for other in self._streams):
                     raise RequestError(
                         "A stream was started in one event loop while another event loop streams "
                         "from the same engine; keep to one event loop per engine."
                     )
-                self._event_loop, self._num_streams, self._running = event_loop, 0, None
-            self._num_streams += 1
+                self._event_loop, self._running = event_loop, None
+                self._streams.clear()
+            self._streams.add(ticket)
+            ticket.event_loop = event_loop
         try:
             yield
         finally:
             with self._lock:
-                if self._event_loop is event_loop:
-                    self._num_streams -= 1
+                self._streams.discard(ticket)
 
     async def wait_for_step(self) -> None:
         """Waits for a step, which all waiting tasks share."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import functools
 import html
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from jaxspec.models.base import Model
@@ -58,7 +59,7 @@ class Completion:
         were prefilled again: the chat template rendered them differently, or their KV was no longer
         kept.
       origins: `Origin` of each output token.
-      pieces: text of each output token, for display.
+      pieces: text of each output token, for display; decoded when it is first read.
       trace: its rounds and drafted tokens, including those after a stop string, as NumPy arrays
         with rounds first (`Completions.rounds` and `.tokens` make frames of them); None unless the
         engine records them.
@@ -78,7 +79,7 @@ class Completion:
     num_reused_tokens: int | None = None
     num_reread_tokens: int | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
-    pieces: tuple[str, ...] = dataclasses.field(repr=False, default=())
+    pieces: Sequence[str] = dataclasses.field(repr=False, default=())
     trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
 
     def to_json(self) -> dict:
@@ -142,6 +143,40 @@ class Completion:
 
     def _shown_pieces(self) -> Sequence[str]:
         return self.pieces or [f"{token} " for token in self.token_ids]
+
+
+class LazyPieces(Sequence[str]):
+    """The text of each token of an output, like a tuple. The tokens are decoded at the first use,
+    because that takes long and few need it.
+
+    Args:
+      decode: returns the text of each token.
+    """
+
+    def __init__(self, decode: Callable[[], Sequence[str]]):
+        self._decode = decode
+
+    @functools.cached_property
+    def _pieces(self) -> tuple[str, ...]:
+        return tuple(self._decode())
+
+    def __getitem__(self, index):
+        return self._pieces[index]
+
+    def __len__(self) -> int:
+        return len(self._pieces)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._pieces == tuple(other)
+
+    def __hash__(self) -> int:
+        return hash(self._pieces)
+
+    def __repr__(self) -> str:
+        return repr(self._pieces)
+
+    def __reduce__(self):
+        return tuple, (self._pieces,)
 
 
 class Completions(list[Completion]):
@@ -331,11 +366,12 @@ def make_completion(
         token_ids = token_ids[: stopped.num_tokens]
         origins = origins[: stopped.num_tokens]
         logprobs = logprobs and logprobs[: stopped.num_tokens]
-    text, pieces = None, ()
+    text: str | None = None
+    pieces: Sequence[str] = ()
     if model.tokenizer is not None and finish != Finish.TOKENIZER_ERROR:
         ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
         text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
-        pieces = tuple(model.tokenizer.pieces(token_ids))
+        pieces = LazyPieces(functools.partial(model.tokenizer.pieces, token_ids))
     if stopped is not None:
         text, finish_reason, stop_reason = stopped.text, "stop", stopped.stop
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 
@@ -1114,6 +1115,72 @@ def test_engines_measure_their_rounds_before_the_first_request(target, monkeypat
     assert made.metrics()["num_emitted_tokens"] == sum(len(c.token_ids) for c in done)
     made.generate(PROMPTS[:1], PARAMS[:1])
     assert len(seen) == 1
+
+
+@pytest.fixture
+def measured(monkeypatch):
+    """Collects what was measured, which takes no time."""
+    found = []
+    monkeypatch.setattr(
+        adaptive, "measure_round_times", lambda *_, **__: found.append(FIXED) or FIXED
+    )
+    return found
+
+
+def of_nine_drafts(target):
+    """An engine whose drafts are always accepted, and may be longer than the default."""
+    return Engine(
+        target,
+        jaxspec.DraftModel(target),
+        draft_length="auto",
+        verify_length=9,
+        batch_size=2,
+        max_length=128,
+        prefill_chunk=16,
+    )
+
+
+async def read(stream):
+    *_, last = [piece async for piece in stream]
+    return last.completion
+
+
+def test_single_requests_do_not_wait_for_rounds_to_be_measured(target, plain, measured):
+    """They draft as many tokens as by default; a list measures, and a session keeps its KV."""
+    made, [params, *_] = of_nine_drafts(target), PARAMS
+    made.submit(PROMPTS[0], params)
+    with made.session() as session:
+        *_, of_session = session.stream(PROMPTS[0], params)
+        *_, streamed = made.stream(PROMPTS[0], params)
+        awaited = asyncio.run(read(made.astream(PROMPTS[0], params)))
+        [submitted] = made.step()
+        assert measured == []
+        for done in (submitted, of_session.completion, streamed.completion, awaited):
+            assert done.acceptance.depth == 4
+            assert done.token_ids == plain[0].token_ids
+        kept = session.num_kept_tokens
+        assert session.place == "device"
+        # Not while requests have rows.
+        stream = made.stream(PROMPTS[1], SamplingParams(max_tokens=100, ignore_eos=True))
+        next(stream)
+        made.generate(PROMPTS[:1], params)
+        made.warm_up()
+        assert measured == []
+        stream.close()
+        made.generate(PROMPTS[:1], params)
+        made.warm_up()
+        assert measured == [FIXED]
+        turn = session.generate([*session.token_ids, 1, 2], params)
+        assert turn.num_reused_tokens == kept > 0
+
+
+def test_a_warm_up_measures(target, plain, measured):
+    made = of_nine_drafts(target)
+    made.warm_up()
+    assert measured == [FIXED]
+    asyncio.run(read(made.astream(PROMPTS[0], PARAMS[0])))
+    made.generate(PROMPTS[:1], PARAMS[:1])
+    assert measured == [FIXED]
 
 
 @dataclasses.dataclass(frozen=True)

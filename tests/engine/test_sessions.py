@@ -289,7 +289,10 @@ def test_a_turn_that_was_cancelled_leaves_what_was_read(engine, num_steps):
     while engine.has_unfinished:
         engine.step()
     done = session.generate([*history, 1], GREEDY)
-    assert done.num_reused_tokens > len(FIRST) + 12
+    # The first step reads the other prompt, each of the next ones a chunk of this one.
+    num_new = done.num_reused_tokens - len(FIRST) - 12
+    assert (num_new > 0) == (num_steps > 1)
+    assert num_new >= 0
     check_chat(engine, [done])
 
 

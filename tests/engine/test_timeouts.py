@@ -198,6 +198,8 @@ def test_a_device_that_does_not_answer_while_rounds_are_measured(target):
         in_time(lambda: engine.generate([PROMPTS[0]], LONG))
     with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
         in_time(lambda: engine.submit(PROMPTS[0], LONG))
+    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
+        in_time(engine.warm_up)
     answer.set()
 
 
@@ -211,9 +213,9 @@ def test_measuring_many_rounds_may_take_longer_than_a_step(target):
         time.sleep(0.06)
         return real(*arguments)
 
-    engine.warm_up()
+    engine.executor.warm_up()
     engine.executor.programs["run"] = slow
-    engine.submit(PROMPTS[0], LONG)
+    engine.warm_up()
     assert calls[-1] - calls[0] > 1.5
     engine.shutdown()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import html
 import json
+import pickle
 import re
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import Completion, Completions, find_stop, make_completion
 from jaxspec.requests.requests import make_requests, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
@@ -403,6 +405,22 @@ def test_seed_and_logprobs_are_told():
 def test_split_characters_appear_whole():
     made = complete(bytes_of("é🙂"))
     assert made.pieces == ("", "é", "", "", "", "🙂")
+
+
+def test_pieces_are_decoded_when_they_are_read(monkeypatch):
+    """Those of an output of thousands of tokens would hold up other requests."""
+    real, calls = TextTokenizer.pieces, []
+    monkeypatch.setattr(
+        TextTokenizer, "pieces", lambda *arguments: calls.append(1) or real(*arguments)
+    )
+    made = complete(bytes_of("ab"))
+    made.to_json()
+    assert calls == []
+    assert ("a", "b") == made.pieces == tuple(made.pieces)
+    assert (made.pieces[-1], len(made.pieces), repr(made.pieces)) == ("b", 2, "('a', 'b')")
+    assert len(calls) == 1
+    again = pickle.loads(pickle.dumps(made))
+    assert (again, hash(again), type(again.pieces)) == (made, hash(made), tuple)
 
 
 @settings(deadline=None, max_examples=150)

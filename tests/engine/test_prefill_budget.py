@@ -1,0 +1,101 @@
+"""Prompts of submitted requests: idle rows are filled soon, and a stream waits for a chunk only."""
+
+from __future__ import annotations
+
+import statistics
+
+import numpy as np
+import pytest
+import toy
+
+from jaxspec import Engine, NGram, SamplingParams, load_model
+from jaxspec.engine import core
+
+NUM_REQUESTS, BATCH_SIZE, CHUNK = 24, 8, 16
+PROMPTS = toy.prompts([4 * CHUNK + 1] * NUM_REQUESTS)  # four chunks each
+PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    """Decodes plainly, so that every request takes as many rounds as it emits tokens."""
+    return Engine(
+        toy.model(num_layers=1), batch_size=BATCH_SIZE, max_length=128, prefill_chunk=CHUNK
+    )
+
+
+def decode(engine, prompts, params):
+    """Submits all at once. Returns the rounds, the mean of running rows, the median of rounds until
+    a request's first token, and the completions in order."""
+
+    def counted():
+        schedule = engine.executor.fetch("schedule").schedule
+        return np.array([np.sum(schedule.num_rounds), np.sum(schedule.num_rows)])
+
+    before = counted()
+    names = [engine.submit(prompt, params) for prompt in prompts]
+    first, done = {}, {}
+    while engine.has_unfinished:
+        done |= {completion.request_id: completion for completion in engine.step()}
+        num_rounds = int((counted() - before)[0])
+        for ticket in engine.queue.tickets_by_row.values():
+            if ticket.acceptance.num_emitted_tokens:
+                first.setdefault(ticket.request.request_id, num_rounds)
+        for name in done:
+            first.setdefault(name, num_rounds)
+    num_rounds, num_rows = (counted() - before).tolist()
+    median = statistics.median(first.values())
+    return num_rounds, num_rows / num_rounds, median, [done[name] for name in names]
+
+
+def test_submitted_requests_keep_the_batch_full(engine):
+    num_rounds, num_running, first_token, completions = decode(engine, PROMPTS, PARAMS)
+    expected = engine.generate(PROMPTS, PARAMS)
+    assert [done.token_ids for done in completions] == [done.token_ids for done in expected]
+    # A list takes 96 rounds. This load has a chunk to read for every 8 tokens.
+    assert num_rounds <= 160
+    assert num_running >= 4.8
+    assert first_token <= 55
+
+
+def test_the_check_above_sees_rows_that_starve(engine, monkeypatch):
+    monkeypatch.setattr(core, "CHUNKS_PER_IDLE_ROW", 0)
+    num_rounds, num_running, first_token, _ = decode(engine, PROMPTS, PARAMS)
+    assert num_rounds > 350
+    assert num_running < 2
+    assert first_token > 150
+
+
+def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(engine, monkeypatch):
+    calls, programs = [], engine.executor.programs
+    for name in ("prefill", "run"):
+        real = programs[name]
+        monkeypatch.setitem(
+            programs, name, lambda *args, real=real, name=name: (calls.append(name), real(*args))[1]
+        )
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+    next(stream)
+    calls.clear()
+    engine.submit(PROMPTS[1], PARAMS)
+    for _ in range(4):
+        next(stream)
+    assert calls == ["prefill", "run"] * 4
+    stream.close()
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.slow
+@pytest.mark.as_shipped
+def test_forty_eight_requests_of_512_tokens():
+    target = load_model("demo-target", dtype="float32")
+    engine = Engine(target, NGram(), draft_length=4, batch_size=16, max_length=592)
+    random = np.random.default_rng(0)
+    prompts = [random.integers(5, target.vocab_size - 5, 512).tolist() for _ in range(48)]
+    params = SamplingParams(max_tokens=64, ignore_eos=True)
+    num_rounds, num_running, first_token, completions = decode(engine, prompts, params)
+    assert num_rounds <= 150
+    assert num_running >= 11
+    assert first_token <= 60
+    expected = engine.generate(prompts, params)
+    assert [done.token_ids for done in completions] == [done.token_ids for done in expected]
