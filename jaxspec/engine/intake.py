@@ -9,7 +9,8 @@ import numbers
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.admission import stop_tokens
@@ -43,6 +44,7 @@ class Intake:
         speculate: bool,
         draft_length: int | None,
         chat_template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
         timeout_s: float | None,
     ) -> Ticket:
         """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
@@ -53,6 +55,7 @@ class Intake:
             longest=self.executor.longest_prompt,
             request_id=f"request-{next(self.numbers)}" if request_id is None else request_id,
             chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
         )
         self._check(request)
         return Ticket(

@@ -50,8 +50,9 @@ def serve(
                 # Never waits for a prompt while other rows can continue.
                 if ready and (ready[0][1].done() or not active):
                     number, prefilled = ready.popleft()
-                    state = engine.insert(prefilled.result(), state, row)
-                    active[row] = (number, tokenizer.stream())
+                    prefilled = prefilled.result()
+                    state = engine.insert(prefilled, state, row)
+                    active[row] = (number, tokenizer.stream(prefilled.request.prompt_token_ids))
             if not active:
                 return
             state, result = engine.generate(state)
