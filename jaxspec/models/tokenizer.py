@@ -195,27 +195,28 @@ class TextTokenizer:
             token for token in reversed(prompt_token_ids) if token not in self.special_tokens
         )
         tail = list(itertools.islice(ordinary, CONTEXT_TOKENS + LATER_PARTS))[::-1]
-        last_start = max(0, len(tail) - CONTEXT_TOKENS)
+        is_all = len(tail) < CONTEXT_TOKENS + LATER_PARTS
+        last_start = 0 if is_all else LATER_PARTS
         for end in range(len(tail), max(-1, len(tail) - LATER_PARTS - 1), -1):
-            for start in range(min(last_start, end), -1, -1):
-                if (text := self._whole_text(tail[start:end])) is not None:
+            for start in range(last_start, -1, -1):
+                text = self.decode(tail[start:end])
+                is_begun = text.startswith(REPLACEMENT) and not is_all
+                is_open = text.endswith(REPLACEMENT)
+                # The character may itself be in the text.
+                if is_begun and tail[start:][: len(self._replacement_ids)] == self._replacement_ids:
+                    is_begun = False
+                if is_open and tail[:end][-len(self._replacement_ids) :] == self._replacement_ids:
+                    is_open = False
+                if not (is_begun or is_open):
                     return tail[start:], len(text)
         # The prompt holds bytes that form no character.
         return tail[last_start:], len(self.decode(tail[last_start:]))
 
-    def _whole_text(self, token_ids: list[int]) -> str | None:
-        """The text of tokens that begin and end with a whole character, otherwise None."""
-        text = self.decode(token_ids)
-        if REPLACEMENT in (text[:1], text[-1:]):
-            # The replacement character may itself be in the text.
-            alone, beside = ("a", "a" + REPLACEMENT)
-            encode = functools.partial(self.hf.encode, add_special_tokens=False)
-            itself = list(encode(beside)[len(encode(alone)) :])
-            is_begun = text[:1] == REPLACEMENT and token_ids[: len(itself)] != itself
-            is_open = text[-1:] == REPLACEMENT and token_ids[-len(itself) :] != itself
-            if is_begun or is_open:
-                return None
-        return text
+    @functools.cached_property
+    def _replacement_ids(self) -> list[int]:
+        """Token ids of the replacement character after other text."""
+        encode = functools.partial(self.hf.encode, add_special_tokens=False)
+        return list(encode("a" + REPLACEMENT))[len(encode("a")) :]
 
     def fingerprint(self) -> dict[str, int]:
         """The vocabulary, token to id: equal for models that share a tokenizer."""

@@ -176,7 +176,7 @@ def _without_padding(encoded: Mapping[str, Any], name: str) -> list[Any]:
     """Token ids of a tokenizer's output, a list or one for each text, without what its attention
     mask leaves out."""
     ids: Any = _as_list(encoded["input_ids"], name)
-    mask = _as_list(encoded.get("attention_mask"), name)
+    mask = _as_list(encoded.get("attention_mask"), name) or []
     is_one = not _is_list(ids) or _begins_one(ids)
     try:
         rows = [ids] if is_one else [_as_list(row, name) for row in ids]
@@ -198,7 +198,8 @@ def _without_padding(encoded: Mapping[str, Any], name: str) -> list[Any]:
 def _checked(message: Message, index: int, name: str) -> Message:
     """A message with text as its content."""
     where = f"Message {index} of {name[:1].lower()}{name[1:]}"
-    role, content = message.get("role"), message.get("content")
+    role: Any = message.get("role")
+    content: Any = message.get("content")
     if not isinstance(role, str) or not role:
         raise PromptError(
             f"{where} has no 'role'; give messages like {{'role': 'user', 'content': 'Hello'}}."

@@ -476,8 +476,8 @@ def test_refused_prompts_are_named(prompt, model, message):
 def test_refused_calls():
     with pytest.raises(SettingError, match="1 sampling parameters were given for 2 prompts"):
         make_requests([[1], [2]], [SamplingParams()], MODEL, longest=3)
-    with pytest.raises(PromptError, match="a list of prompts is expected"):
-        make_requests("abc", SamplingParams(), MODEL, longest=3)
+    with pytest.raises(PromptError, match="The prompts are None"):
+        make_requests(None, SamplingParams(), MODEL, longest=3)
 
 
 def test_chat_prompts():
