@@ -138,6 +138,15 @@ class TextTokenizer:
                 "Chat messages were given, but the model's tokenizer has no chat template; name "
                 "one with --chat-template (chat_template=), or give plain prompts."
             )
+        if template_kwargs is not None and not isinstance(template_kwargs, Mapping):
+            raise PromptError(
+                f"chat_template_kwargs of type {type(template_kwargs).__name__} were given; give a "
+                "dict of variables."
+            )
+        if template is not None and not isinstance(template, str):
+            raise PromptError(
+                f"A chat_template of type {type(template).__name__} was given; give Jinja text."
+            )
         variables = dict(template_kwargs or {})
         for name in variables.keys() & _NOT_VARIABLES:
             raise PromptError(

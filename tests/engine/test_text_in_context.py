@@ -9,7 +9,7 @@ import pipelines
 import pytest
 import toy
 
-from jaxspec import Engine, NGram, SamplingParams
+from jaxspec import Engine, NGram, SamplingParams, SettingError
 from jaxspec.serving import host_loop
 from jaxspec.serving.engine import ServingEngine
 
@@ -84,3 +84,25 @@ def test_the_host_loop(engine, done):
     for number, text, _ in host_loop.serve(server, PROMPTS, PARAMS):
         texts[number] += text
     assert list(texts.values()) == [one.text for one in done]
+
+
+def test_stop_strings_of_special_tokens_end_by_id(engine):
+    params = dataclasses.replace(PARAMS, ignore_eos=True, max_tokens=60)
+    ended = 0
+    for prompt, completion in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+        stopping = dataclasses.replace(params, stop=("<s>", "no such text"))
+        for found in (
+            *engine.generate([prompt], stopping),
+            list(engine.stream(prompt, stopping))[-1].completion,
+        ):
+            if 1 in completion.token_ids:
+                ended += 1
+                end = completion.token_ids.index(1) + 1
+                assert found.token_ids == completion.token_ids[:end]
+                assert (found.finish_reason, found.stop_reason) == ("stop", 1)
+            else:
+                assert found.token_ids == completion.token_ids
+    assert ended
+    with pytest.raises(SettingError, match="would never end one; give stop_token_ids"):
+        engine.submit(PROMPTS[0], SamplingParams(stop=("\n<s>",)))
+    assert not engine.has_unfinished
