@@ -502,11 +502,11 @@ def _coloured_text(completion: Completion, tokenizer: TextTokenizer) -> Text:
     pieces = tokenizer.pieces(
         completion.token_ids, completion.prompt_token_ids, skip_special_tokens=True
     )
-    shown, end = Text(completion.text or ""), 0
+    shown, rest = Text(), completion.text or ""
     for piece, origin in zip(pieces, completion.origins, strict=True):
-        shown.stylize(ORIGIN_STYLES[origin][0], end, end + len(piece))
-        end += len(piece)
-    return shown
+        shown.append(rest[: len(piece)], style=ORIGIN_STYLES[origin][0])
+        rest = rest[len(piece) :]
+    return shown.append(rest)
 
 
 def summary(

@@ -51,8 +51,8 @@ from jaxspec.engine.admission import make_admission
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.requests.requests import Prompt, Request, make_request
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.requests import Params, Prompt, Request, make_request
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.other_names import refuse_other_names
@@ -236,7 +236,7 @@ class ServingEngine:
     def prefill(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         draft_length: int | None = None,
         chat_template: str | None = None,
@@ -261,7 +261,7 @@ class ServingEngine:
           SettingError: a parameter out of range, or one that this engine does not support: stop
             strings, `n`, log-probabilities.
         """
-        params = SamplingParams() if params is None else params
+        params = as_sampling_params(params)
         _refuse_host_settings(params)
         request = self._make_request(prompt, params, chat_template, chat_template_kwargs)
         if draft_length is None or self.drafter is None:

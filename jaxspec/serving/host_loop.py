@@ -39,6 +39,7 @@ def serve(
             f"The model {engine.target.name} has no tokenizer, so its output cannot be printed as "
             "text; name a model that has one."
         )
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     state, active, coming = engine.init_decode_state(), {}, enumerate(prompts)
     with ThreadPoolExecutor(1) as reader:
         ready = collections.deque()
