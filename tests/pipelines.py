@@ -11,27 +11,30 @@ from tokenizers import decoders, normalizers, pre_tokenizers
 from jaxspec.models.tokenizer import TextTokenizer
 
 SPECIAL = ("<unk>", "<s>", "</s>", "[INST]")
-LETTERS = tuple(string.ascii_letters + string.digits + ".,:?")
+CHARACTERS = tuple(string.ascii_letters + string.digits + ".,:?")
 KINDS = ("strip", "first", "metaspace")
 
 
 def sentencepiece(
-    kind: str, *, words: tuple[str, ...] = (), has_bytes: bool = True, chat: str | None = None
+    kind: str, *, words: tuple[str, ...] = (), is_small: bool = False, chat: str | None = None
 ) -> TextTokenizer:
     """A tokenizer with `<s>` as its prefix.
 
     Args:
       kind: `strip` as of Llama 1 and 2, Vicuna and Mistral; `first` as transformers writes it for
         these today; `metaspace` as of T5.
-      words: pieces besides `▁` and single letters, which alone can be encoded in one way only.
-      has_bytes: write other characters as bytes.
+      words: pieces besides `▁`, single characters and bytes.
+      is_small: only lower-case letters, each with and without `▁` in front, so that a text can be
+        written in one way only.
       chat: the chat template.
     """
-    pieces = [*SPECIAL, *([f"<0x{byte:02X}>" for byte in range(256)] if has_bytes else [])]
-    pieces += ["▁", *LETTERS, *words]
+    pieces = [*SPECIAL, *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *CHARACTERS, *words]
+    if is_small:
+        letters = string.ascii_lowercase
+        pieces = [*SPECIAL, *letters, *("▁" + letter for letter in letters)]
     pipeline = tokenizers.Tokenizer(
         tokenizers.models.Unigram(
-            [(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=has_bytes
+            [(piece, -1.0) for piece in pieces], unk_id=0, byte_fallback=not is_small
         )
     )
     if kind == "strip":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.errors import PromptError, SettingError
@@ -188,7 +188,7 @@ class TextTokenizer:
         context, num_shown = self._context(prompt_token_ids)
         return TextStream(
             self.hf,
-            skip_special_tokens=skip_special_tokens,
+            left_out=self.special_tokens if skip_special_tokens else (),
             context=context,
             num_shown=num_shown,
         )
@@ -254,6 +254,12 @@ class TextStream:
     U+FFFD; text that has been returned is not revised then. (`DecodeStream` of `tokenizers` raises
     an error in that case, and has no `end`.)
 
+    Args:
+      tokenizer: a Hugging Face tokenizer.
+      left_out: token ids that are not shown.
+      context: tokens before the output.
+      num_shown: characters of their text that do not belong to the output.
+
     Example:
       >>> import jaxspec
       >>> tokenizer = jaxspec.load_model("demo-target").tokenizer
@@ -268,19 +274,22 @@ class TextStream:
         self,
         tokenizer: Any,
         *,
-        skip_special_tokens: bool = True,
+        left_out: Container[int] = (),
         context: Sequence[int] = (),
         num_shown: int = 0,
     ):
         self._tokenizer = tokenizer
-        self._skips = skip_special_tokens
+        self._left_out = left_out
         self._ids = list(context)  # decoded again at every push
         self._shown = num_shown  # characters of their text that have been returned
         self._whole = 0  # tokens after which the text was last final
 
     def push(self, token_ids: Iterable[int]) -> str:
         """The text that these tokens add, as far as it is final."""
-        self._ids += token_ids
+        new_ids = [token for token in token_ids if token not in self._left_out]
+        if not new_ids:
+            return ""
+        self._ids += new_ids
         text = self._decode(self._ids)
         # An unfinished character decodes to replacement characters at the end.
         final = text.rstrip(REPLACEMENT)
@@ -302,5 +311,5 @@ class TextStream:
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
-            token_ids, skip_special_tokens=self._skips, clean_up_tokenization_spaces=False
+            token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )

@@ -110,8 +110,10 @@ def test_a_stream_that_does_not_wait_is_noticed():
         def push(self, token_ids):
             return self._decode(list(token_ids))
 
-    ids = BYTES.encode("né")
-    assert "".join(streamed(Hasty(BYTES.hf), ids)) != BYTES.decode(ids)
+    ids = BYTES.encode("né")[1:]
+    assert "".join(streamed(Hasty(BYTES.hf, left_out=BYTES.special_tokens), ids)) != BYTES.decode(
+        ids
+    )
 
 
 def test_a_long_output_is_not_decoded_again_and_again():
@@ -124,7 +126,11 @@ def test_a_long_output_is_not_decoded_again_and_again():
             return super()._decode(token_ids)
 
     ids = BYTES.encode("abé " * 200)
-    assert "".join(streamed(Counting(BYTES.hf), ids)) == BYTES.decode(ids)
+    stream = Counting(BYTES.hf, left_out=BYTES.special_tokens)
+    assert "".join(streamed(stream, ids)) == BYTES.decode(ids)
+    assert longest <= 16
+    # Nor where a model goes on after its end.
+    assert stream.push([tiny.EOS] * 5000) == ""
     assert longest <= 16
 
 
