@@ -65,6 +65,9 @@ class TextTokenizer:
         drop the space of the first token they decode. A character that the prompt leaves
         incomplete belongs to the output.
         """
+        left_out = self.special_tokens if skip_special_tokens else ()
+        if all(token in left_out for token in token_ids):
+            return ""
         context, num_shown = self._context(prompt_token_ids)
         whole = self.decode([*context, *token_ids], skip_special_tokens=skip_special_tokens)
         return whole[num_shown:]
@@ -282,6 +285,7 @@ class TextStream:
         self._left_out = left_out
         self._ids = list(context)  # decoded again at every push
         self._shown = num_shown  # characters of their text that have been returned
+        self._is_begun = False
         self._whole = 0  # tokens after which the text was last final
 
     def push(self, token_ids: Iterable[int]) -> str:
@@ -289,6 +293,7 @@ class TextStream:
         new_ids = [token for token in token_ids if token not in self._left_out]
         if not new_ids:
             return ""
+        self._is_begun = True
         self._ids += new_ids
         text = self._decode(self._ids)
         # An unfinished character decodes to replacement characters at the end.
@@ -307,7 +312,7 @@ class TextStream:
 
     def end(self) -> str:
         """The remaining text, after the last token."""
-        return self._decode(self._ids)[self._shown :]
+        return self._decode(self._ids)[self._shown :] if self._is_begun else ""
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(
