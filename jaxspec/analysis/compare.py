@@ -29,8 +29,15 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.requests import Params, Prompt, make_requests, params_of_prompts
+from jaxspec.requests.requests import (
+    Params,
+    Prompt,
+    make_requests,
+    params_of_prompts,
+    prompt_token_ids,
+)
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.shapes import as_prompts
 from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import take_turns
 from jaxspec.runtime.values import (
@@ -324,9 +331,11 @@ def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
 def compare(
     target: Model | str,
     drafters: Mapping[str, Drafter | str | None] | Sequence[str],
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Prompt,
     params: Params | Sequence[Params] | None = None,
     *,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     categories: Sequence[str] | None = None,
     draft_length: int | None = None,
     verify_length: int | None = None,
@@ -353,9 +362,11 @@ def compare(
       target: the model that all of them draft for; a name is passed to `load_model`.
       drafters: by label, or their names (see `Engine`), at least two; None and `none` decode
         plainly. The first is the baseline.
-      prompts: each a text, token ids or a list of chat messages.
+      prompts: as for `Engine.generate`.
       params: one for all, or one each; default `SamplingParams()`. Requests without a seed get one,
         the same for every drafter.
+      chat_template: Jinja template for messages instead of the tokenizer's own.
+      chat_template_kwargs: further variables of the template.
       categories: one for each prompt; default the same for all.
       draft_length: tokens proposed per round (for a tree, its nodes); default the number of nodes
         of each drafter's tree, or 4.
@@ -397,8 +408,19 @@ def compare(
     if not isinstance(drafters, Mapping):
         names = [text("drafters", name, "names") for name in listed("drafters", drafters)]
         drafters = dict(zip(names, names, strict=True))
-    _check(drafters, prompts, categories)
+    plain = as_prompts(prompts)
+    _check(drafters, plain, categories)
     model = as_model(target)
+    encoded = [
+        prompt_token_ids(
+            prompt,
+            model,
+            name=f"Prompt {index}",
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
+        for index, prompt in enumerate(plain)
+    ]
     made = {label: make_drafter(one, model) for label, one in drafters.items()}
     lengths = {
         label: default_draft_length(one) if draft_length is None else draft_length
@@ -413,14 +435,14 @@ def compare(
             drafter,
             draft_length=lengths[label],
             verify_length=verify_length if drafter is not None else None,
-            batch_size=min(batch_size, len(prompts)),
+            batch_size=min(batch_size, len(encoded)),
             max_length=max_length,
             prefill_chunk=prefill_chunk,
         )
         for label, drafter in made.items()
     }
-    each = params_of_prompts(params, len(prompts))
-    candidates = run_candidates(engines, prompts, each, repeats=repeats, tell=tell)
+    each = params_of_prompts(params, len(encoded))
+    candidates = run_candidates(engines, encoded, each, repeats=repeats, tell=tell)
     # A prompt that asks for n completions is n requests.
     of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
     return DrafterComparison(

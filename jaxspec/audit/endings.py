@@ -43,7 +43,7 @@ def judge_end(
         if is_padding(scorer.target, stops, after_stop):
             return None
         return Divergence(index=num_tokens, token=after_stop[0], expected=-1)
-    if num_tokens == limit or _has_stop_string(scorer.target, output_ids, params):
+    if num_tokens == limit or _has_stop_string(scorer.target, prompt_ids, output_ids, params):
         return None
     expected = _next_token(scorer, prompt_ids, output_ids, params)
     return Divergence(index=num_tokens, token=-1, expected=expected)
@@ -55,10 +55,18 @@ def is_padding(target: Model, stops: Sequence[int], tokens: Sequence[int]) -> bo
     return len(set(tokens)) <= 1 and set(tokens) <= {*stops, *target.eos_token_ids, pad}
 
 
-def _has_stop_string(target: Model, output_ids: Sequence[int], params: SamplingParams) -> bool:
+def _has_stop_string(
+    target: Model, prompt_ids: Sequence[int], output_ids: Sequence[int], params: SamplingParams
+) -> bool:
     if not params.stop or target.tokenizer is None or not output_ids:
         return False
-    found = find_stop(target.tokenizer, output_ids, params.stop, min_tokens=params.min_tokens)
+    found = find_stop(
+        target.tokenizer,
+        output_ids,
+        params.stop,
+        min_tokens=params.min_tokens,
+        prompt_token_ids=prompt_ids,
+    )
     return found is not None
 
 

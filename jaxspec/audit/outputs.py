@@ -260,11 +260,11 @@ class _Line:
         if "token_ids" in self.fields:
             ids = self.ids("token_ids")
             if "text" in self.fields and tokenizer is not None:
-                self.check_text(ids)
+                self.check_text(prompt, ids)
         else:
             text = self.text("text")
-            ids = tuple(tokenizer.hf.encode(text, add_special_tokens=False))
-            again = tokenizer.hf.decode(list(ids), clean_up_tokenization_spaces=False)
+            ids = tokenizer.encode_output(prompt, text)
+            again = tokenizer.decode_output(prompt, ids, skip_special_tokens=False)
             if again.strip() != text.strip():
                 raise self.wrong(
                     f"has a text that the tokenizer of {self.target.name} does not give back; the "
@@ -296,12 +296,12 @@ class _Line:
             stop_tokens=stops,
         )
 
-    def check_text(self, ids: Sequence[int]) -> None:
+    def check_text(self, prompt: Sequence[int], ids: Sequence[int]) -> None:
         """Raises unless the text is that of the ids; a stop string may have cut it."""
         tokenizer: Any = self.target.tokenizer
-        decode = tokenizer.hf.decode
-        said = (
-            decode(list(ids), skip_special_tokens=skips, clean_up_tokenization_spaces=False)
+        said = (  # other engines may have decoded the output alone
+            tokenizer.decode_output(before, ids, skip_special_tokens=skips)
+            for before in (prompt, ())
             for skips in (True, False)
         )
         # A character that the last token leaves unfinished may be missing, or a replacement mark.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -332,9 +332,11 @@ _Run: TypeAlias = Sequence[tuple[Completion, str | None]]
 
 def audit_engine(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Prompt,
     params: SamplingParams | Sequence[SamplingParams] | None = None,
     *,
+    chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
 ) -> EngineAudit:
@@ -350,6 +352,7 @@ def audit_engine(
       engine: an idle engine with a drafter.
       prompts: as for `Engine.generate`.
       params: one for all, or one each.
+      chat_template, chat_template_kwargs: as for `Engine.generate`.
       seed: seed of the other order.
       on_stage: called with the name of each stage as it begins.
 
@@ -360,7 +363,14 @@ def audit_engine(
     seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
     check_callable(on_stage=on_stage)
     tell = on_stage or (lambda _: None)
-    requests = make_requests(prompts, params, engine.target, longest=engine.longest_prompt)
+    requests = make_requests(
+        prompts,
+        params,
+        engine.target,
+        longest=engine.longest_prompt,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
+    )
     if engine.max_logprobs is not None:
         requests = _with_logprobs(requests, 0)
     verifier = engine.verifier

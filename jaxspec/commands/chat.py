@@ -23,13 +23,13 @@ from jaxspec.engine.memory import in_units
 from jaxspec.engine.sessions import Session
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests.completions import Completion, counted
-from jaxspec.requests.prompts import chat_template
+from jaxspec.requests.prompts import chat_template, chat_template_kwargs
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
 
-HELP = "/new starts a new chat; /quit or the end of the input exits"
+HELP = "/new starts a new chat; /quit, /exit or the end of the input exits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +47,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     chat_template: str | None = None
     """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file. If there is none,
     turns are joined as lines of text."""
+    chat_template_kwargs: str | None = None
+    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
@@ -70,6 +72,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
         )
         template = chat_template(self.chat_template)
+        template_kwargs = chat_template_kwargs(self.chat_template_kwargs)
         with working(f"loading {self.target}"):
             target = load_model(
                 self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
@@ -79,6 +82,12 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             raise SettingError(
                 f"The model {target.name} has no tokenizer, so there is nothing to chat with; name "
                 "another."
+            )
+        is_chat = template is not None or bool(target.tokenizer.hf.chat_template)
+        if template_kwargs is not None and not is_chat:
+            raise SettingError(
+                f"--chat-template-kwargs was given, and {target.name} has no chat template; name "
+                "one with --chat-template, or leave it out."
             )
         engine = Engine(
             target,
@@ -94,15 +103,22 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             params=params,
             system=self.system,
             template=template,
-            is_chat=template is not None or bool(target.tokenizer.hf.chat_template),
+            template_kwargs=template_kwargs,
+            is_chat=is_chat,
         )
         turns = []
         while (text := read_line()) is not None:
-            if text.strip() == "/quit":
+            if text.strip() in ("/quit", "/exit"):
                 break
             if text.strip() == "/new":
                 chat.messages.clear()
                 print("a new chat", file=sys.stderr)
+            elif text.startswith("/"):
+                print(
+                    f"{text.strip()!r} is no command, and nothing was sent: {HELP}; with a space "
+                    "in front it is a message",
+                    file=sys.stderr,
+                )
             elif text.strip():
                 turns += self._answer(console, engine, chat, text)
         return make_document(
@@ -140,6 +156,7 @@ class Chat:
       params: those of every answer.
       system: a system message, or None.
       template: a Jinja chat template instead of the tokenizer's own.
+      template_kwargs: its further variables, or None.
       is_chat: whether there is a template; otherwise texts are joined.
       messages: those of user and assistant.
     """
@@ -148,6 +165,7 @@ class Chat:
     params: SamplingParams
     system: str | None
     template: str | None
+    template_kwargs: dict[str, Any] | None
     is_chat: bool
     messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
 
@@ -161,7 +179,12 @@ class Chat:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
         whole = system + asked
         prompt: Prompt = whole if self.is_chat else join(whole)
-        pieces = self.session.stream(prompt, self.params, chat_template=self.template)
+        pieces = self.session.stream(
+            prompt,
+            self.params,
+            chat_template=self.template,
+            chat_template_kwargs=self.template_kwargs,
+        )
         for piece in pieces:
             console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
             completion = piece.completion

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -18,6 +17,7 @@ import numpy as np
 import tyro
 import xxhash
 from rich.console import Console
+from rich.text import Text
 
 from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import load_model
@@ -38,8 +38,15 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import LanguageModel, kv_dtype_of
-from jaxspec.requests.completions import Completion, Completions
-from jaxspec.requests.prompts import PromptLine, Turns, chat_template, encode_prompts
+from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.completions import ORIGIN_STYLES, Completion, Completions
+from jaxspec.requests.prompts import (
+    PromptLine,
+    Turns,
+    chat_template,
+    chat_template_kwargs,
+    encode_prompts,
+)
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_can_write
@@ -111,6 +118,8 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     logprobs: int | None = None
     """Log-probabilities of this many likeliest tokens, and of the emitted one, at each position,
     from the model's own logits."""
+    special_tokens: bool = False
+    """Print special tokens too, and what follows a stop string within its last token."""
     output: pathlib.Path | None = None
     """Write JSON lines to this file, in the order of the prompts; completions are not printed."""
     resume: bool = False
@@ -213,7 +222,9 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         total = Acceptance.total([completion.acceptance for completion in completions])
         trace_files = self._write_trace(lines, completions)
         if file is None:
-            show_completions(console, completions)
+            show_completions(
+                console, completions, target.tokenizer, has_special_tokens=self.special_tokens
+            )
         console.print(
             summary(
                 completions,
@@ -384,15 +395,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 f"{option} was given, but no prompt is a chat; add --chat, which makes text the "
                 "user's message."
             )
-        kwargs = None
-        if text is not None:
-            with contextlib.suppress(ValueError, RecursionError):
-                kwargs = json.loads(text)
-            if not isinstance(kwargs, dict):
-                raise SettingError(
-                    f"--chat-template-kwargs {text!r} was given; it must be a JSON object."
-                )
-        return chat_template(given), kwargs
+        return chat_template(given), chat_template_kwargs(text)
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
         """Raises unless the prompts can be written in the requested format."""
@@ -462,19 +465,40 @@ def tokens_trace(trace: pathlib.Path) -> pathlib.Path:
     return trace.with_suffix(".tokens.parquet")
 
 
-def show_completions(console: Console, completions: Sequence[Completion]) -> None:
-    """Prints completions with their tokens coloured by origin."""
+def show_completions(
+    console: Console,
+    completions: Sequence[Completion],
+    tokenizer: TextTokenizer | None,
+    *,
+    has_special_tokens: bool,
+) -> None:
+    """Prints the text of completions, or all of their tokens, coloured by origin."""
     for completion in completions:
         if len(completions) > 1:
             prompt, *sample = completion.request_id.split("-")
             prompt = prompt.replace(":", ", turn ")
             name = f"prompt {prompt}" + "".join(f", completion {index}" for index in sample)
             console.rule(name, align="left")
-        console.print(completion, soft_wrap=True)
+        if has_special_tokens or tokenizer is None or completion.text is None:
+            console.print(completion, soft_wrap=True)
+        else:
+            console.print(_coloured_text(completion, tokenizer), soft_wrap=True)
         reason = completion.finish_reason
         if completion.stop_reason is not None:
             reason += f" ({completion.stop_reason})"
         console.print(f"finished: {reason}", style="dim", highlight=False)
+
+
+def _coloured_text(completion: Completion, tokenizer: TextTokenizer) -> Text:
+    """The text of a completion, each token's part in the colour of its origin."""
+    pieces = tokenizer.pieces(
+        completion.token_ids, completion.prompt_token_ids, skip_special_tokens=True
+    )
+    shown, rest = Text(), completion.text or ""
+    for piece, origin in zip(pieces, completion.origins, strict=True):
+        shown.append(rest[: len(piece)], style=ORIGIN_STYLES[origin][0])
+        rest = rest[len(piece) :]
+    return shown.append(rest)
 
 
 def summary(

@@ -404,14 +404,15 @@ class EngineCore:
             assert state.finish[row] != Finish.PREFILLING or ticket.is_prefilling
             first, last = ticket.prompt_length, int(state.num_committed[row])
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
-            output = state.tokens[row, first:last].tolist() if ticket.reads_output else []
+            unread = slice(first + ticket.num_read, last)
+            output = state.tokens[row, unread].tolist() if ticket.reads_output else []
             tokenizer = self.executor.loop.target.tokenizer
             try:
-                ticket.check_stop_strings(tokenizer, output)
+                ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
                     stopped.append(row)
                 elif is_live and ticket.is_streamed:
-                    ticket.buffer_output(tokenizer, output)
+                    ticket.buffer_output(output)
             except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
                 unreadable.append(row)

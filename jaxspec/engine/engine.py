@@ -318,12 +318,13 @@ class Engine:
     @refuse_other_names
     def generate(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Prompt] | Prompt,
         params: Params | Sequence[Params] | None = None,
         *,
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         on_progress: Callable[[Progress], None] | None = None,
     ) -> Completions:
@@ -332,12 +333,15 @@ class Engine:
         Requests that were submitted are decoded alongside.
 
         Args:
-          prompts: each a text, token ids or a list of chat messages.
+          prompts: each a text, token ids or a list of chat messages; also a dict with one of
+            `prompt`, `prompt_token_ids` and `messages`, or a tokenizer's output. Ids may be arrays.
+            One prompt counts as a list of one.
           params: one for all, or one each; default `SamplingParams()`.
           speculate: False decodes plainly: in the same compiled program with every draft marked
             invalid, or in steps of one token where the engine has several widths.
           draft_length: replaces the engine's, up to `verify_length - 1`; triggers no compilation.
           chat_template: Jinja template for messages instead of the tokenizer's own.
+          chat_template_kwargs: further variables of the template, such as `enable_thinking`.
           timeout_s: seconds after which requests end with the tokens they have and the stop reason
             `timeout`; checked every few rounds.
           on_progress: called whenever the host checks the rows, at least every `rounds_per_sync`
@@ -354,6 +358,7 @@ class Engine:
             self.target,
             longest=self.longest_prompt,
             chat_template=as_chat_template(chat_template),
+            chat_template_kwargs=chat_template_kwargs,
         )
         options: dict[str, Any] = {"draft_length": draft_length, "timeout_s": timeout_s}
         found = self.run(requests, speculate=speculate, on_progress=on_progress, **options)
@@ -397,6 +402,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         session: Session | None = None,
     ) -> str:
@@ -418,7 +424,14 @@ class Engine:
             the session is closed, another engine's, or its last turn has not ended.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
+            prompt,
+            params,
+            request_id,
+            speculate,
+            draft_length,
+            chat_template,
+            chat_template_kwargs,
+            timeout_s,
         )
         if session is None:
             self.queue.add(ticket)
@@ -465,6 +478,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Generator[StreamOutput, None, None]:
         """Yields what a request emits, as it is emitted; the last piece holds the completion.
@@ -473,7 +487,14 @@ class Engine:
         requests are decoded alongside. Closing the iterator cancels the request.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
+            prompt,
+            params,
+            request_id,
+            speculate,
+            draft_length,
+            chat_template,
+            chat_template_kwargs,
+            timeout_s,
         ).streamed()
         self.queue.add(ticket)
         return self._core.stream(ticket)
@@ -487,6 +508,7 @@ class Engine:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
@@ -494,7 +516,14 @@ class Engine:
         raises `QueueFullError`, this waits for a place in the queue.
         """
         ticket = self._intake.single(
-            prompt, params, request_id, speculate, draft_length, chat_template, timeout_s
+            prompt,
+            params,
+            request_id,
+            speculate,
+            draft_length,
+            chat_template,
+            chat_template_kwargs,
+            timeout_s,
         ).streamed()
         return self._core.astream(ticket)
 
@@ -520,7 +549,13 @@ class Engine:
         reread = flag("reread", reread)
         return open_session(self._core, self._intake, exactness=self.exactness, reread=reread)
 
-    def cache_prefix(self, prompt: Prompt, *, chat_template: str | None = None) -> int:
+    def cache_prefix(
+        self,
+        prompt: Prompt,
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> int:
         """Prefills a prefix that many prompts share, such as a system prompt, and keeps its KV on
         the host; returns its number of tokens. From then on every request that begins with it, in a
         session or not, copies that KV instead of computing it, and emits the same tokens and bits.
@@ -531,13 +566,20 @@ class Engine:
         Args:
           prompt: text, token ids or messages.
           chat_template: Jinja template for messages instead of the tokenizer's own.
+          chat_template_kwargs: further variables of the template, such as `enable_thinking`.
 
         Raises:
           PromptError: the prompt is empty, malformed or too long.
           SettingError: it does not fit into `session_bytes`, or the layout is aligned.
           RequestError: the engine was shut down, or the device failed.
         """
-        return cache_prefix(self._core, self._intake, prompt, chat_template=chat_template)
+        return cache_prefix(
+            self._core,
+            self._intake,
+            prompt,
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+        )
 
     def forget_prefixes(self) -> None:
         """Drops all prefixes that `cache_prefix` keeps."""

@@ -7,7 +7,7 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from jaxspec.decode.settings import check_draft_length
@@ -43,6 +43,7 @@ class Intake:
         speculate: bool,
         draft_length: int | None,
         chat_template: str | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
         timeout_s: float | None,
     ) -> Ticket:
         """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
@@ -55,6 +56,7 @@ class Intake:
             longest=self.executor.longest_prompt,
             request_id=text("request_id", request_id),
             chat_template=as_chat_template(chat_template),
+            chat_template_kwargs=chat_template_kwargs,
         )
         self._check(request)
         self.executor.check_weights()

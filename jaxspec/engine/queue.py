@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from jaxspec.engine.conversation import Conversation
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.models.tokenizer import TextTokenizer
-from jaxspec.requests.completions import Completion, StopMatch, find_stop, settled_text
+from jaxspec.requests.completions import Completion, OutputText, StopMatch
 from jaxspec.requests.requests import Request
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Finish
@@ -62,12 +62,11 @@ class Ticket:
       num_reread: prompt tokens that the conversation had prefilled or emitted before, and that are
         prefilled again; None if `num_reused` is.
       is_cancelled: whether its caller has given it up.
-      stopped: the stop string found in its output.
+      output: the text of its output, once this has been read.
       acceptance: counts as of the host's last check.
       completion: its completion, once it has ended.
       pending_output: token ids and text that the stream has not returned yet.
       num_streamed: tokens put into `pending_output` so far.
-      text: the text of these.
     """
 
     request: Request
@@ -85,12 +84,11 @@ class Ticket:
     num_reused: int | None = None
     num_reread: int | None = None
     is_cancelled: bool = False
-    stopped: StopMatch | None = None
+    output: OutputText | None = None
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     completion: Completion | None = None
     pending_output: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
     num_streamed: int = 0
-    text: str = ""
 
     @property
     def prompt_length(self) -> int:
@@ -135,28 +133,42 @@ class Ticket:
         """The same ticket, with output that is read as it is emitted."""
         return dataclasses.replace(self, has_consumer=True, is_streamed=True)
 
-    def check_stop_strings(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
-        """Sets `stopped` if a stop string is in the output."""
-        params = self.request.params
-        if params.stop and tokenizer is not None:
-            self.stopped = find_stop(tokenizer, output, params.stop, min_tokens=params.min_tokens)
+    @property
+    def stopped(self) -> StopMatch | None:
+        """The stop string found in its output."""
+        return None if self.output is None else self.output.stopped
 
-    def buffer_output(self, tokenizer: TextTokenizer | None, output: Sequence[int]) -> None:
-        """Adds new tokens of the output, and text that has become final, to `pending_output`."""
-        token_ids = tuple(output[self.num_streamed :])
+    @property
+    def num_read(self) -> int:
+        """Output tokens that were read or streamed so far."""
+        return self.num_streamed if self.output is None else self.output.num_tokens
+
+    def read_output(self, tokenizer: TextTokenizer | None, token_ids: Sequence[int]) -> None:
+        """Decodes output tokens that follow those read so far, and looks for stop strings."""
+        if tokenizer is not None:
+            if self.output is None:
+                params = self.request.params
+                self.output = OutputText(
+                    tokenizer,
+                    self.request.prompt_token_ids,
+                    stop=params.stop,
+                    min_tokens=params.min_tokens,
+                )
+            self.output.push(token_ids)
+
+    def buffer_output(self, token_ids: Sequence[int]) -> None:
+        """Adds tokens that were read, and text that has become final, to `pending_output`."""
         if not token_ids:
             return
-        text = self.text
-        if tokenizer is not None:
-            settled = settled_text(tokenizer, output, self.request.params.stop)
-            text = settled if settled.startswith(text) else text
-        self.pending_output.append((token_ids, text[len(self.text) :]))
-        self.num_streamed, self.text = len(output), text
+        text = "" if self.output is None else self.output.take_settled()
+        self.pending_output.append((tuple(token_ids), text))
+        self.num_streamed += len(token_ids)
 
     def take_output(self) -> list[StreamOutput]:
         """What the request has emitted since the last call."""
         pending, self.pending_output = self.pending_output, []
         request_id, completion = self.request.request_id, self.completion
+        num_shown = 0 if self.output is None else self.output.num_taken
         outputs = [
             StreamOutput(request_id=request_id, token_ids=token_ids, text=text)
             for token_ids, text in pending
@@ -166,7 +178,7 @@ class Ticket:
                 StreamOutput(
                     request_id=request_id,
                     token_ids=completion.token_ids[self.num_streamed :],
-                    text=(completion.text or "")[len(self.text) :],
+                    text=(completion.text or "")[num_shown:],
                     completion=completion,
                 )
             )

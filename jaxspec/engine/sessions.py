@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any
 
 from jaxspec.engine.conversation import Conversation
@@ -87,6 +87,7 @@ class Session:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
         """The completion of the next turn. Other requests are decoded alongside.
@@ -102,7 +103,14 @@ class Session:
           RequestError: the session is closed, or its last turn has not ended.
         """
         ticket = self._intake.single(
-            prompt, params, None, speculate, draft_length, chat_template, timeout_s
+            prompt,
+            params,
+            None,
+            speculate,
+            draft_length,
+            chat_template,
+            chat_template_kwargs,
+            timeout_s,
         )
         ticket = dataclasses.replace(ticket, has_consumer=True)
         self._core.measure()
@@ -118,13 +126,21 @@ class Session:
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
     ) -> Generator[StreamOutput, None, None]:
         """Yields what the next turn emits, as it is emitted; the last piece holds the completion.
         Takes the arguments of `generate`, and raises the same errors, when it is called. Closing
         the iterator cancels the turn."""
         ticket = self._intake.single(
-            prompt, params, None, speculate, draft_length, chat_template, timeout_s
+            prompt,
+            params,
+            None,
+            speculate,
+            draft_length,
+            chat_template,
+            chat_template_kwargs,
+            timeout_s,
         ).streamed()
         self.enqueue(ticket)
         return self._core.stream(ticket)
@@ -228,13 +244,20 @@ def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bo
 
 
 def cache_prefix(
-    core: EngineCore, intake: Intake, prompt: Prompt, *, chat_template: str | None
+    core: EngineCore,
+    intake: Intake,
+    prompt: Prompt,
+    *,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
 ) -> int:
     """Prefills a prefix that prompts share, and keeps its KV on the host; returns its number of
     tokens. See `Engine.cache_prefix`."""
     check_keeps_rows(core.executor)
     one = SamplingParams(max_tokens=1, ignore_eos=True)
-    ticket = intake.single(prompt, one, None, False, None, chat_template, None)
+    ticket = intake.single(
+        prompt, one, None, False, None, chat_template, chat_template_kwargs, None
+    )
     prefix = Conversation(is_reread=not core.executor.keeps_prompt_bits)
     ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
     num_tokens = ticket.prompt_length

@@ -44,8 +44,7 @@ def render(tokenizer: PreTrainedTokenizerBase, line: str, longest: int) -> dict[
             request["messages"],
             chat_template=request["template"],
             tokenize=False,
-            add_generation_prompt=True,
-            **request["variables"],
+            **{"add_generation_prompt": True, **request["variables"]},
         )
     except MemoryError:
         return {"error": "it takes too much memory"}

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import html
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
@@ -40,7 +38,8 @@ class Completion:
       request_id: the id of the request.
       prompt_token_ids: the prompt, with its special prefix.
       token_ids: the output, including the stop token that ended it, if any.
-      text: the output without special tokens, or None if the model has no tokenizer.
+      text: the output without special tokens, decoded as what follows the prompt; None if the model
+        has no tokenizer.
       finish_reason: `stop` (a stop token or string), `length` (max_tokens or max_length) or
         `abort`.
       stop_reason: the stop token's id, the stop string, `max_length`, or None; for an `abort` one
@@ -309,39 +308,92 @@ class StopMatch:
     stop: str
 
 
+class OutputText:
+    """The text of one output while it grows, and the stop string that ends it. Both depend on the
+    tokens alone, not on how many are pushed at a time, and take time linear in the tokens.
+
+    Args:
+      tokenizer: the model's.
+      prompt_token_ids: the output is decoded as what follows these.
+      stop: strings that end the output.
+      min_tokens: strings that are complete within the first so many tokens do not count.
+
+    Attributes:
+      num_tokens: tokens pushed so far.
+      num_taken: characters that `take_settled` has returned so far.
+      stopped: where the stop string that is completed first ended the output, or None; what is
+        pushed after it changes nothing.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TextTokenizer,
+        prompt_token_ids: Sequence[int],
+        *,
+        stop: Sequence[str] = (),
+        min_tokens: int = 0,
+    ):
+        self.num_tokens = 0
+        self.num_taken = 0
+        self.stopped: StopMatch | None = None
+        self._stream = tokenizer.stream(prompt_token_ids)
+        self._stop, self._min_tokens = stop, min_tokens
+        self._parts: list[str] = []  # the text
+        self._end = ""  # its end, in which a stop string may have begun
+        self._num_taken_parts = 0
+        self._held = ""  # text of these that `take_settled` has not returned
+
+    def push(self, token_ids: Iterable[int]) -> None:
+        """Adds tokens to the output."""
+        for token in token_ids:
+            if self.stopped is not None:
+                return
+            part = self._stream.push([token])
+            self._parts.append(part)
+            self.num_tokens += 1
+            if part and self._stop:
+                self._find_stop(part)
+
+    def take_settled(self) -> str:
+        """The text since the last call that further tokens cannot change: without an incomplete
+        character, and without an end that may become a stop string."""
+        text = self._held + "".join(self._parts[self._num_taken_parts :])
+        self._num_taken_parts = len(self._parts)
+        begun = [
+            n for string in self._stop for n in range(1, len(string)) if text.endswith(string[:n])
+        ]
+        num_settled = len(text) - max(begun, default=0)
+        self._held = text[num_settled:]
+        self.num_taken += num_settled
+        return text[:num_settled]
+
+    def _find_stop(self, part: str) -> None:
+        """Sets `stopped` if a string is completed in the newest part of the text."""
+        text, found = self._end + part, []
+        for string in self._stop:
+            start = text.find(string, max(0, len(self._end) - len(string) + 1))
+            if start >= 0:
+                found.append((start + len(string), start, string))
+        if found and self.num_tokens > self._min_tokens:
+            _, start, string = min(found)
+            before = "".join(self._parts)
+            before = before[: len(before) - len(text) + start]
+            self.stopped = StopMatch(num_tokens=self.num_tokens, text=before, stop=string)
+        self._end = text[max(0, len(text) + 1 - max(map(len, self._stop))) :]
+
+
 def find_stop(
-    tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str], *, min_tokens: int
+    tokenizer: TextTokenizer,
+    token_ids: Iterable[int],
+    stop: Sequence[str],
+    *,
+    min_tokens: int,
+    prompt_token_ids: Sequence[int] = (),
 ) -> StopMatch | None:
-    """The stop string that is completed first in the text of `token_ids`, if any. Strings that are
-    complete within the first `min_tokens` tokens do not count."""
-    text = tokenizer.decode(token_ids)
-    # An incomplete character decodes to something else, so only the common part is final.
-    early = tokenizer.decode(token_ids[:min_tokens]) if min_tokens else ""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(text, early, strict=False))
-    too_early = len(list(same))
-    found = []
-    for string in stop:
-        start = text.find(string, max(0, too_early - len(string) + 1))
-        if start >= 0:
-            found.append((start + len(string), start, string))
-    if not found:
-        return None
-    end, start, string = min(found)
-    # The smallest number of tokens whose text contains the string.
-    num_tokens = 1 + bisect.bisect_left(
-        range(1, len(token_ids)),
-        True,
-        key=lambda n: tokenizer.decode(token_ids[:n]).startswith(text[:end]),
-    )
-    return StopMatch(num_tokens=num_tokens, text=text[:start], stop=string)
-
-
-def settled_text(tokenizer: TextTokenizer, token_ids: Sequence[int], stop: Sequence[str]) -> str:
-    """The part of the text of `token_ids` that further tokens cannot change: without incomplete
-    characters, and without an end that may become a stop string."""
-    text = tokenizer.decode(token_ids).rstrip("\ufffd")
-    begun = [n for string in stop for n in range(1, len(string)) if text.endswith(string[:n])]
-    return text[: len(text) - max(begun, default=0)]
+    """The stop string that is completed first in an output, if any; see `OutputText`."""
+    output = OutputText(tokenizer, prompt_token_ids, stop=stop, min_tokens=min_tokens)
+    output.push(token_ids)
+    return output.stopped
 
 
 def make_completion(
@@ -370,8 +422,11 @@ def make_completion(
     pieces: Sequence[str] = ()
     if model.tokenizer is not None and finish != Finish.TOKENIZER_ERROR:
         ended_by_token = finish == Finish.STOP_TOKEN and stopped is None
-        text = model.tokenizer.decode(token_ids[:-1] if ended_by_token else token_ids)
-        pieces = LazyPieces(functools.partial(model.tokenizer.pieces, token_ids))
+        prompt = request.prompt_token_ids
+        text = model.tokenizer.decode_output(
+            prompt, token_ids[:-1] if ended_by_token else token_ids
+        )
+        pieces = LazyPieces(functools.partial(model.tokenizer.pieces, token_ids, prompt))
     if stopped is not None:
         text, finish_reason, stop_reason = stopped.text, "stop", stopped.stop
     else:

@@ -22,14 +22,17 @@ SAMPLE_PROMPTS = importlib.resources.files("jaxspec") / "assets" / "prompts.json
 
 Turns: TypeAlias = Literal["first", "all"]
 
-# FastChat's conversation template `vicuna_v1.1`, which Spec-Bench applies to Vicuna.
+# FastChat's conversation template `vicuna_v1.1`, which Spec-Bench applies to Vicuna. The text of an
+# answer may begin with the space that is written before it.
 VICUNA_TEMPLATE = (
+    "{{ bos_token }}"
     "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}"
     "{% else %}A chat between a curious user and an artificial intelligence assistant. The "
     "assistant gives helpful, detailed, and polite answers to the user's questions.{% endif %}"
     "{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ ' USER: ' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}"
+    "{% elif message['role'] == 'assistant' %}"
+    "{{ ' ASSISTANT: ' + message['content'].lstrip() + eos_token }}"
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
 )
@@ -82,7 +85,7 @@ class PromptLine:
     @property
     def is_chat(self) -> bool:
         """Whether it is a list of messages."""
-        return not isinstance(self.prompt, str) and isinstance(self.prompt[0], Mapping)
+        return isinstance(self.prompt, list) and isinstance(self.prompt[0], Mapping)
 
 
 def read_prompts(path: str | os.PathLike, *, turns: Turns = "first") -> list[PromptLine]:
@@ -231,6 +234,22 @@ def chat_template(name: str | None) -> str | None:
         advice="name one of these",
     )
     return text
+
+
+def chat_template_kwargs(text: str | None) -> dict[str, Any] | None:
+    """The variables of a template given by `--chat-template-kwargs`, a JSON object; None for None.
+
+    Raises:
+      SettingError: it is something else.
+    """
+    if text is None:
+        return None
+    variables = None
+    with contextlib.suppress(ValueError, RecursionError):
+        variables = json.loads(text)
+    if not isinstance(variables, dict):
+        raise SettingError(f"--chat-template-kwargs {text!r} was given; it must be a JSON object.")
+    return variables
 
 
 def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> tuple[str, bytes]:

@@ -7,14 +7,11 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-import numpy as np
-
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
+from jaxspec.requests.shapes import Prompt, as_prompt, as_prompts
 
-Message: TypeAlias = Mapping[str, str]
-Prompt: TypeAlias = str | Sequence[int] | Sequence[Message]
 Params: TypeAlias = SamplingParams | Mapping[str, Any]
 
 
@@ -37,39 +34,39 @@ class Request:
 
 
 def make_requests(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[Prompt] | Prompt,
     params: Params | Sequence[Params] | None,
     model: Model,
     *,
     longest: int,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[Request]:
     """Requests named `0, 1, ...` for prompts given as text, token ids or chat messages; with `n`
     above 1 `0-0, 0-1, ...`.
 
     Args:
+      prompts: a list of them, or one; see `shapes.as_prompts`.
       params: one for all prompts, or one each, as `SamplingParams` or dicts of its fields; default
         `SamplingParams()`.
       longest: most tokens that a prompt may have.
       chat_template: Jinja template for messages instead of the tokenizer's own.
+      chat_template_kwargs: further variables of the template.
       names: of the prompts in error messages; default `Prompt 0`, `Prompt 1`, ...
 
     Raises:
       PromptError: a prompt is empty, too long, outside the vocabulary, or needs a tokenizer or a
-        chat template that `model` lacks.
+        chat template that `model` lacks; or it has a shape that is not understood.
       SettingError: the number of `params` is not that of the prompts, a stop token is outside the
-        vocabulary, or there are stop strings but no tokenizer.
+        vocabulary, there are stop strings but no tokenizer, or a stop string cannot occur in text.
     """
-    if isinstance(prompts, str):
-        raise PromptError(
-            "One text was given where a list of prompts is expected; put it in brackets, [text]."
-        )
-    each = params_of_prompts(params, len(prompts))
+    plain = as_prompts(prompts, names)
+    each = params_of_prompts(params, len(plain))
     requests = []
-    for index, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+    for index, (prompt, one) in enumerate(zip(plain, each, strict=True)):
         name = f"Prompt {index}" if names is None else names[index]
-        ids = prompt_token_ids(prompt, model, name=name, chat_template=chat_template)
+        ids = _token_ids(prompt, model, name, chat_template, chat_template_kwargs)
         if len(ids) > longest:
             raise PromptError(
                 f"{name} has {len(ids)} tokens, and the engine's max_length leaves room for "
@@ -98,8 +95,9 @@ def params_of_prompts(
     Raises:
       SettingError: `params` has a different length from the prompts, or holds something else.
     """
-    if not isinstance(params, Sequence):
-        return [as_sampling_params(params)] * num_prompts
+    if not isinstance(params, (list, tuple)):
+        one: Any = params
+        return [as_sampling_params(one)] * num_prompts
     if len(params) != num_prompts:
         raise SettingError(
             f"{len(params)} sampling parameters were given for {num_prompts} prompts; give one, or "
@@ -116,22 +114,27 @@ def make_request(
     longest: int,
     request_id: str,
     chat_template: str | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+    name: str | None = None,
 ) -> Request:
-    """The request of one prompt, with the caller's id. Raises what `make_requests` raises, and
-    `SettingError` for more than one completion (`n`)."""
+    """The request of one prompt, with the caller's id; in error messages the prompt has this `name`
+    instead. Raises what `make_requests` raises, and `SettingError` for more than one completion
+    (`n`)."""
     params = as_sampling_params(params)
     if params.n != 1:
         raise SettingError(
             f"n {params.n} was given for a single request; submit it {params.n} times with "
             "the seeds seed, seed + 1, ..., or use generate."
         )
+    name = f"The prompt of {request_id}" if name is None else name
     [request] = make_requests(
-        [prompt],
+        [as_prompt(prompt, name)],
         params,
         model,
         longest=longest,
         chat_template=chat_template,
-        names=[f"The prompt of {request_id}"],
+        chat_template_kwargs=chat_template_kwargs,
+        names=[name],
     )
     return dataclasses.replace(request, request_id=request_id)
 
@@ -162,38 +165,40 @@ def prompt_token_ids(
 ) -> tuple[int, ...]:
     """Token ids of one prompt, called `name` in error messages. Raises what `make_requests`
     raises."""
-    is_text = isinstance(prompt, str)
-    is_chat = not is_text and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-    tokenizer = model.tokenizer
-    ids: Sequence[Any]
-    if not is_text and not is_chat:
-        ids = prompt
-    elif tokenizer is None:
-        raise PromptError(
-            f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
-        )
-    else:
-        messages: Any = prompt
+    plain = as_prompt(prompt, name)
+    return _token_ids(plain, model, name, chat_template, chat_template_kwargs)
+
+
+def _token_ids(
+    plain: Any,
+    model: Model,
+    name: str,
+    chat_template: str | None,
+    chat_template_kwargs: Mapping[str, Any] | None,
+) -> tuple[int, ...]:
+    """Token ids of a prompt in its plain form."""
+    tokenizer, ids = model.tokenizer, plain
+    if isinstance(plain, str) or isinstance(plain[0], Mapping):
+        if tokenizer is None:
+            raise PromptError(
+                f"{name} is text, but the model {model.name} has no tokenizer; give token ids."
+            )
         try:
-            if isinstance(prompt, str):
-                ids = tokenizer.encode(prompt) if prompt else []
+            if isinstance(plain, str):
+                ids = tokenizer.encode(plain)
             else:
                 ids = tokenizer.encode_chat(
-                    messages, template=chat_template, template_kwargs=chat_template_kwargs
+                    plain, template=chat_template, template_kwargs=chat_template_kwargs
                 )
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
-    if len(ids) == 0:
-        raise PromptError(f"{name} is empty; give at least one token.")
-    if not all(isinstance(token, (int, np.integer)) for token in ids):
-        raise PromptError(
-            f"{name} is a list, but not of token ids (integers) or of messages (objects with "
-            "'role' and 'content'); give one of these, or text."
-        )
+        if not ids:
+            raise PromptError(f"{name} has no tokens; give at least one.")
     outside = [token for token in ids if not 0 <= token < model.vocab_size]
     if outside:
+        first = outside[0] if abs(outside[0]) < 2**63 else "of more than 63 bits"
         raise PromptError(
-            f"{name} holds the token id {outside[0]}, and the vocabulary of {model.name} "
+            f"{name} holds the token id {first}, and the vocabulary of {model.name} "
             f"ends at {model.vocab_size - 1}; give ids of this model's tokenizer."
         )
-    return tuple(int(token) for token in ids)
+    return tuple(ids)

@@ -50,7 +50,8 @@ class SamplingParams:
       seed: seed of the request's draws; None chooses one, which the completion reports.
       n: completions of the prompt; the i-th has the seed `seed + i`.
       stop: strings that end the output. The text ends before the string; the token ids end with the
-        token that completes it.
+        token that completes it. A string that is a special token, such as `</s>`, ends the output
+        by its id.
       stop_token_ids: further tokens that end the output, besides the model's EOS tokens.
       ignore_eos: do not stop at the model's EOS tokens.
       logprobs: return log-probabilities of this many likeliest tokens, and of the emitted one, at
@@ -191,9 +192,14 @@ class SamplingParams:
         return RowSampling(**values)
 
     def stop_tokens(self, model: Model) -> tuple[int, ...]:
-        """Every token id that ends the output."""
+        """Every token id that ends the output. A stop string that is a special token is one.
+
+        Raises:
+          SettingError: a stop string can never be in the text.
+        """
         eos = () if self.ignore_eos else tuple(model.eos_token_ids)
-        return tuple(dict.fromkeys(eos + self.stop_token_ids))
+        special = () if model.tokenizer is None else model.tokenizer.special_stops(self.stop)
+        return tuple(dict.fromkeys(eos + self.stop_token_ids + special))
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:

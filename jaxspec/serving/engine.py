@@ -33,6 +33,7 @@ steps the engine only when the queue of a running row is empty.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -50,7 +51,7 @@ from jaxspec.engine.admission import make_admission
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
-from jaxspec.requests.requests import Prompt, Request, make_requests
+from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
@@ -238,9 +239,11 @@ class ServingEngine:
     def prefill(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: Params | None = None,
         *,
         draft_length: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Prefilled:
         """The prompt's KV, for target and drafter, with the row's settings.
 
@@ -253,6 +256,8 @@ class ServingEngine:
             `Prefilled.request`.
           draft_length: replaces the engine's, up to `verify_length - 1`; 0 decodes plainly in the
             same program, with the same tokens.
+          chat_template: Jinja template for messages instead of the tokenizer's own.
+          chat_template_kwargs: further variables of the template.
 
         Raises:
           PromptError: the prompt is empty, too long or malformed.
@@ -261,7 +266,7 @@ class ServingEngine:
         """
         params = as_sampling_params(params)
         _refuse_host_settings(params)
-        request = self._make_request(prompt, params)
+        request = self._make_request(prompt, params, chat_template, chat_template_kwargs)
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
         if draft_length is None or self.drafter is None:
@@ -326,12 +331,24 @@ class ServingEngine:
         _check_state(state)
         return self.programs["free"](state, np.int32(row))
 
-    def _make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+    def _make_request(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Request:
         """The request of a prompt, with a seed if it is sampled."""
-        (request,) = make_requests(
-            [prompt], params, self.target, longest=self.longest_prompt, names=["The prompt"]
+        return make_request(
+            prompt,
+            params,
+            self.target,
+            longest=self.longest_prompt,
+            request_id="0",
+            chat_template=chat_template,
+            chat_template_kwargs=chat_template_kwargs,
+            name="The prompt",
         )
-        return request
 
     def _check_row(self, row: int) -> int:
         row = whole_number("row", row)

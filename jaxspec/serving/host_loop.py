@@ -39,6 +39,7 @@ def serve(
             f"The model {engine.target.name} has no tokenizer, so its output cannot be printed as "
             "text; name a model that has one."
         )
+    prompts = [prompts] if isinstance(prompts, str) else prompts
     state, active, coming = engine.init_decode_state(), {}, enumerate(prompts)
     with ThreadPoolExecutor(1) as reader:
         ready = collections.deque()
@@ -50,8 +51,9 @@ def serve(
                 # Never waits for a prompt while other rows can continue.
                 if ready and (ready[0][1].done() or not active):
                     number, prefilled = ready.popleft()
-                    state = engine.insert(prefilled.result(), state, row)
-                    active[row] = (number, tokenizer.stream())
+                    prefilled = prefilled.result()
+                    state = engine.insert(prefilled, state, row)
+                    active[row] = (number, tokenizer.stream(prefilled.request.prompt_token_ids))
             if not active:
                 return
             state, result = engine.generate(state)

@@ -71,3 +71,34 @@ def test_a_line_that_does_not_fit_is_refused_and_the_chat_goes_on(cli, models, s
 
 def test_a_model_without_a_tokenizer_is_refused(refused, models):
     assert "has no tokenizer" in refused("chat", "--target", models.no_tokenizer)
+
+
+def test_commands_that_do_not_exist_are_not_sent(cli, models, say):
+    say("/exti", "/", "/new chat", "hello", " /etc/hosts", "/exit", "never")
+    result = cli("chat", "--target", models.target, *OPTIONS, "--json")
+    assert result.status == 0, result.err
+    for line in ("'/exti'", "'/'", "'/new chat'"):
+        assert f"{line} is no command, and nothing was sent: /new starts" in result.err
+    assert "/quit, /exit or the end of the input exits" in result.err
+    text = tiny.tokenizer()
+    asked = [{"role": "user", "content": "hello"}]
+    first, second = result.document["turns"]
+    assert first["prompt_token_ids"] == text.encode_chat(asked)
+    asked += [{"role": "assistant", "content": first["text"]}]
+    asked += [{"role": "user", "content": " /etc/hosts"}]
+    assert second["prompt_token_ids"] == text.encode_chat(asked)
+
+
+def test_variables_of_the_template(cli, models, say, refused):
+    say("hello")
+    options = (*OPTIONS, "--chat-template-kwargs", '{"mood": "glad"}')
+    result = cli("chat", "--target", models.target, *options, "--json")
+    [turn] = result.document["turns"]
+    asked = [{"role": "user", "content": "hello"}]
+    variables = {"mood": "glad"}
+    assert turn["prompt_token_ids"] == tiny.tokenizer().encode_chat(
+        asked, template_kwargs=variables
+    )
+    assert "has no chat template" in refused("chat", "--target", models.no_template, *options)
+    options = (*OPTIONS, "--chat-template-kwargs", "glad")
+    assert "must be a JSON object" in refused("chat", "--target", models.target, *options)

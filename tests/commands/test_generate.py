@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -18,6 +19,7 @@ import hf_checkpoints
 import jax
 import pytest
 import tiny
+from rich.console import Console
 
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.checkpoint.format import save_model
@@ -27,8 +29,11 @@ from jaxspec.commands import generate
 from jaxspec.commands.outputs import round_lengths
 from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
+from jaxspec.requests.completions import find_stop, make_completion
+from jaxspec.requests.requests import make_requests
 from jaxspec.runtime.locks import only_writer
-from jaxspec.types import Origin
+from jaxspec.telemetry.counters import Acceptance
+from jaxspec.types import Finish, Origin
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -849,3 +854,53 @@ def test_what_does_not_go_with_all_turns(refused, models, prompts, option, tmp_p
         "generate", *settings(models), "--prompts", prompts, "--turns", "all", *option
     )
     assert "was given with --turns all" in message
+
+
+def printed(completion, *, has_special_tokens: bool) -> str:
+    console = Console(file=io.StringIO(), color_system=None, width=80)
+    generate.show_completions(
+        console, [completion], tiny.tokenizer(), has_special_tokens=has_special_tokens
+    )
+    shown, _, ending = console.file.getvalue().rpartition("\nfinished: ")
+    assert ending.startswith(completion.finish_reason)
+    return shown
+
+
+def test_the_text_of_completions_is_printed():
+    """Special tokens, and what a stop string cut off, only on request."""
+    model = tiny.model(text=tiny.tokenizer())
+    ids = [*model.tokenizer.encode("né one")[1:], tiny.BOS, *model.tokenizer.encode(" two")[1:]]
+    origins = [Origin.PLAIN, Origin.ACCEPTED] * 9
+    [request] = make_requests(["a prompt"], SamplingParams(stop=("e t",)), model, longest=99)
+    stop = find_stop(model.tokenizer, ids, ("e t",), min_tokens=0)
+    common = {"stop_token": 1, "acceptance": Acceptance(num_rounds=1)}
+    ended = [*ids, tiny.EOS]
+    whole = make_completion(
+        request,
+        model,
+        token_ids=ended,
+        origins=origins[: len(ended)],
+        finish=Finish.STOP_TOKEN,
+        **common,
+    )
+    cut = make_completion(
+        request,
+        model,
+        token_ids=ids,
+        origins=origins[: len(ids)],
+        finish=Finish.STOP_STRING,
+        stopped=stop,
+        **common,
+    )
+    assert printed(whole, has_special_tokens=False) == whole.text == "né one two"
+    assert printed(cut, has_special_tokens=False) == cut.text == "né on"
+    assert printed(whole, has_special_tokens=True) == "né one<s> two</s>"
+    assert printed(cut, has_special_tokens=True) == "né one<s> t"
+
+
+def test_special_tokens_are_an_option(cli, models):
+    args = ("generate", "--target", models.target, "--prompt", "ab", "--max-tokens", 9)
+    plain = cli(*args, "--json")
+    [completion] = plain.document["completions"]
+    assert completion["text"] in plain.out
+    assert cli(*args, "--special-tokens").status == 0

@@ -26,7 +26,7 @@ from jaxspec import (
     Static,
 )
 from jaxspec.engine import core
-from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 BATCH_SIZE = 2
 PROMPTS = toy.prompts((3, 9, 1, 40, 6, 17))
@@ -346,15 +346,23 @@ def test_a_tokenizer_that_fails_on_one_output_ends_that_request_only(
     engine, alone, monkeypatch, is_streamed
 ):
     victim = alone[1].token_ids
-    real = TextTokenizer.decode
+    # Outputs are decoded after the last tokens of their prompts.
+    context, _ = engine.target.tokenizer._context(alone[1].prompt_token_ids)
+    start = [*context, victim[0]]
+    assert all(
+        [*done.prompt_token_ids, *done.token_ids][: len(start)] != start
+        for i, done in enumerate(alone)
+        if i != 1
+    )
+    for owner, name in ((TextTokenizer, "decode"), (TextStream, "_decode")):
+        real = getattr(owner, name)
 
-    def decode(self, token_ids, *args, **kwargs):
-        if token_ids and tuple(token_ids) == victim[: len(token_ids)]:
-            raise RuntimeError("no such text")
-        return real(self, token_ids, *args, **kwargs)
+        def decode(self, token_ids, *args, real=real, **kwargs):
+            if list(token_ids[: len(start)]) == start:
+                raise RuntimeError("no such text")
+            return real(self, token_ids, *args, **kwargs)
 
-    assert all(done.token_ids[0] != victim[0] for i, done in enumerate(alone) if i != 1)
-    monkeypatch.setattr(TextTokenizer, "decode", decode)
+        monkeypatch.setattr(owner, name, decode)
     names = [engine.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True) if p != PROMPTS[1]]
     if is_streamed:
         *_, last = engine.stream(PROMPTS[1], PARAMS[1])

@@ -6,11 +6,13 @@ import os
 import signal
 import threading
 
+import pipelines
 import pytest
 import tiny
 
 from jaxspec.errors import PromptError
 from jaxspec.models.chat import TemplateProcess
+from jaxspec.requests.prompts import VICUNA_TEMPLATE
 
 pytestmark = pytest.mark.system  # each process imports transformers
 
@@ -59,9 +61,41 @@ def test_as_transformers_renders_it(template, variables):
     text = tiny.tokenizer()
     ours = text.encode_chat(MESSAGES, template=template, template_kwargs=variables)
     theirs = text.hf.apply_chat_template(
-        MESSAGES, chat_template=template, tokenize=False, add_generation_prompt=True, **variables
+        MESSAGES, chat_template=template, add_generation_prompt=True, **variables
     )
-    assert ours == text.encode(theirs)
+    assert ours == theirs["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content | default('-') }}</s>{% endfor %}",
+        "{{ bos_token }}{% for m in messages %}{{ m.content | default('-') }}{% endfor %}",
+        "<s>{{ messages[0].content }}",
+        VICUNA_TEMPLATE,
+    ],
+)
+def test_special_tokens_are_those_of_the_template(template):
+    """As with transformers, for a tokenizer that puts BOS in front of text."""
+    for text in (tiny.tokenizer(), *(pipelines.sentencepiece(kind) for kind in pipelines.KINDS)):
+        chat = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": " Well. "}]
+        theirs = text.hf.apply_chat_template(
+            chat, chat_template=template, add_generation_prompt=True
+        )["input_ids"]
+        ours = text.encode_chat(chat, template=template)
+        assert ours == theirs
+        bos = text.hf.bos_token_id
+        assert ours.count(bos) == ("bos_token" in template or "<s>" in template)
+        assert text.encode("hello")[0] == bos
+
+
+def test_variables_may_replace_the_generation_prompt_and_no_argument():
+    text, chat = tiny.tokenizer(), MESSAGES[:1]
+    ours = text.encode_chat(chat, template_kwargs={"add_generation_prompt": False})
+    assert text.hf.decode(ours) == "<s>[user] hello\n"
+    for name in ("tokenize", "chat_template", "conversation", "return_dict"):
+        with pytest.raises(PromptError, match=f"variable '{name}' was given"):
+            text.encode_chat(chat, template_kwargs={name: True})
 
 
 def test_a_template_that_never_ends(process):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 
+import pipelines
+import pytest
 import tiny
 import tokenizers
 import transformers
@@ -108,8 +110,10 @@ def test_a_stream_that_does_not_wait_is_noticed():
         def push(self, token_ids):
             return self._decode(list(token_ids))
 
-    ids = BYTES.encode("né")
-    assert "".join(streamed(Hasty(BYTES.hf), ids)) != BYTES.decode(ids)
+    ids = BYTES.encode("né")[1:]
+    assert "".join(streamed(Hasty(BYTES.hf, left_out=BYTES.special_tokens), ids)) != BYTES.decode(
+        ids
+    )
 
 
 def test_a_long_output_is_not_decoded_again_and_again():
@@ -122,8 +126,103 @@ def test_a_long_output_is_not_decoded_again_and_again():
             return super()._decode(token_ids)
 
     ids = BYTES.encode("abé " * 200)
-    assert "".join(streamed(Counting(BYTES.hf), ids)) == BYTES.decode(ids)
+    stream = Counting(BYTES.hf, left_out=BYTES.special_tokens)
+    assert "".join(streamed(stream, ids)) == BYTES.decode(ids)
     assert longest <= 16
+    # Nor where a model goes on after its end.
+    assert stream.push([tiny.EOS] * 5000) == ""
+    assert longest <= 16
+
+
+# Outputs are decoded after their prompts: the whole text is the oracle.
+
+PIPELINES = {kind: pipelines.sentencepiece(kind, words=("▁the", "cat")) for kind in pipelines.KINDS}
+LLAMA = PIPELINES["strip"]
+
+
+def ids_of(text: str) -> list[int]:
+    return LLAMA.hf.encode(text, add_special_tokens=False)
+
+
+def decoded(tokenizer, prompt, output, **options):
+    """The output's text at once, as a stream, and as pieces, which must agree."""
+    text = tokenizer.decode_output(prompt, output, **options)
+    assert "".join(streamed(tokenizer.stream(prompt, **options), output)) == text
+    pieces = tokenizer.pieces(output, prompt, **{"skip_special_tokens": True, **options})
+    assert len(pieces) == len(output)
+    assert "".join(pieces) == (text if output else "")
+    return text
+
+
+parts = st.lists(
+    st.one_of(
+        st.sampled_from(["the", " the", "cat", " ", "  ", "é", "你", "😀", ".", " b"]).map(ids_of),
+        st.sampled_from([[1], [2], [3], [LLAMA.hf.convert_tokens_to_ids("▁")]]),
+    ),
+    max_size=20,
+).map(lambda parts: [token for part in parts for token in part])
+
+
+@given(st.sampled_from(pipelines.KINDS), parts, parts)
+def test_an_output_is_what_it_adds_to_its_prompt(kind, prompt, output):
+    tokenizer = PIPELINES[kind]
+    expected = tokenizer.decode(prompt + output)[len(tokenizer.decode(prompt)) :]
+    assert decoded(tokenizer, prompt, output) == expected
+
+
+@pytest.mark.parametrize("kind", pipelines.KINDS)
+def test_the_space_of_a_first_word_is_kept(kind):
+    tokenizer = PIPELINES[kind]
+    the = [tokenizer.hf.convert_tokens_to_ids("▁the")]
+    assert decoded(tokenizer, tokenizer.encode("a cat sat on"), the) == " the"
+    # After special tokens only, it is the first of the text.
+    assert decoded(tokenizer, [1], the) == decoded(tokenizer, [], the) == "the"
+    # However many of them are last, the prompt has a text before.
+    assert decoded(tokenizer, [*tokenizer.encode("on"), *[3] * 40], the) == " the"
+
+
+@given(
+    st.text("aé你😀 ", min_size=1, max_size=9), st.integers(0, 3), st.text("aé你😀 ", max_size=9)
+)
+def test_a_character_that_the_prompt_leaves_incomplete_is_the_outputs(text, num_left, more):
+    for tokenizer in (BYTES, LLAMA):
+        ids = tokenizer.encode(text)[1:]
+        after = tokenizer.encode(text + more)[1:][len(ids) :]
+        num_moved = min(num_left, len(ids))
+        prompt, output = ids[: len(ids) - num_moved], ids[len(ids) - num_moved :] + after
+        whole = tokenizer.decode(prompt + output)
+        settled = tokenizer.decode(prompt)
+        while settled.endswith("\ufffd"):  # the part of a character, or in LLAMA the run of bytes
+            prompt, output = prompt[:-1], [prompt[-1], *output]
+            settled = tokenizer.decode(prompt)
+        cut = [*ids, *after][: len(ids) - num_moved]
+        rest = [*ids, *after][len(cut) :]
+        assert decoded(tokenizer, cut, rest) == (whole[len(settled) :] if rest else "")
+        assert decoded(tokenizer, cut, [*tokenizer.special_tokens]) == ""
+
+
+@pytest.mark.parametrize("tokenizer", [BYTES, LLAMA])
+def test_a_replacement_character_of_the_prompt_stays_there(tokenizer):
+    for prompt in ("a\ufffd", "\ufffd", "a" + "\ufffd" * 9, "\ufffdabcdefg"):
+        assert decoded(tokenizer, tokenizer.encode(prompt), tokenizer.encode("b")[-1:]) == "b"
+    began = [*tokenizer.encode("a\ufffd"), *tokenizer.encode("你")[-3:-1]]
+    assert decoded(tokenizer, began, tokenizer.encode("你")[-1:]) == "你"
+
+
+def test_special_tokens_of_an_output():
+    prompt, output = LLAMA.encode("on"), [*ids_of("the"), 2, *ids_of("cat")]
+    assert decoded(LLAMA, prompt, output) == " the cat"
+    assert decoded(LLAMA, prompt, output, skip_special_tokens=False) == " the</s> cat"
+
+
+def test_what_is_encoded_after_a_prompt_is_what_was_emitted():
+    the = LLAMA.hf.convert_tokens_to_ids("▁the")
+    cat = LLAMA.hf.convert_tokens_to_ids("cat")
+    prompt = LLAMA.encode("sat on")
+    for output in ((the,), (cat,), (cat, the, 2)):
+        text = LLAMA.decode_output(prompt, output, skip_special_tokens=False)
+        assert LLAMA.encode_output(prompt, text) == output
+    assert LLAMA.encode_output([1], "the") == (the,)
 
 
 def test_docstring_example():

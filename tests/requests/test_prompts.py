@@ -187,7 +187,7 @@ def test_other_templates_and_their_variables(target, tmp_path):
     path = write(tmp_path, "{{ messages[0]['content'] | upper }}{{ end }}", name="t.jinja")
     template = chat_template(str(path))
     [ids] = encode(target, "why", is_chat=True, template=template, template_kwargs={"end": "!"})
-    assert text_of(target, ids) == "<s>WHY!"
+    assert text_of(target, ids) == "WHY!"  # templates write special tokens themselves
     [ids] = encode(target, "why", is_chat=True, template_kwargs={"mood": "glad"})
     assert text_of(target, ids) == "<s>[user] why\n[assistant] (glad)"
 
@@ -218,7 +218,7 @@ def test_template_errors_name_the_line(target, tmp_path):
         encode(bare, "text", MESSAGES)
     assert "\n" not in str(raised.value)
     [ids] = encode(bare, "Hi", is_chat=True, template="{{ messages[0]['content'] }}")
-    assert text_of(bare, ids) == "<s>Hi"
+    assert text_of(bare, ids) == "Hi"
     for template in ("{% if %}", "{{ raise_exception('no') }}", "{{ 1 / 0 }}"):
         with pytest.raises(PromptError, match=r"^Line 3 .*refused the messages"):
             encode(target, "x", is_chat=True, template=template)

@@ -15,8 +15,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.models.tokenizer import TextTokenizer
-from jaxspec.requests.completions import Completion, Completions, find_stop, make_completion
+from jaxspec.models.tokenizer import TextStream, TextTokenizer
+from jaxspec.requests.completions import (
+    Completion,
+    Completions,
+    OutputText,
+    find_stop,
+    make_completion,
+)
 from jaxspec.requests.requests import make_requests, prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.telemetry.counters import Acceptance
@@ -254,6 +260,80 @@ def test_stop_strings_against_a_search_token_by_token(text, stop, min_tokens, lo
             break
     got = None if found is None else (found.num_tokens, found.text, found.stop)
     assert got == expected
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    text=st.text("ab🙂", max_size=12),
+    prompt=st.text("a🙂", max_size=3),
+    stop=st.lists(st.text("ab🙂", min_size=1, max_size=3), max_size=2),
+    sizes=st.lists(st.integers(1, 9), min_size=1, max_size=4),
+)
+def test_settled_text_is_what_no_token_can_change(text, prompt, stop, sizes):
+    output = OutputText(MODEL.tokenizer, MODEL.tokenizer.encode(prompt), stop=stop)
+    ids, first, turn = bytes_of(text), 0, 0
+    taken = ""
+    while first < len(ids) and output.stopped is None:
+        size = sizes[turn % len(sizes)]
+        output.push(ids[first : first + size])
+        first, turn = first + size, turn + 1
+        if output.stopped is not None:
+            break
+        taken += output.take_settled()
+        now = MODEL.tokenizer.decode(ids[:first]).rstrip("\ufffd")
+        begun = [n for s in stop for n in range(1, len(s)) if now.endswith(s[:n])]
+        assert taken == now[: len(now) - max(begun, default=0)]
+        assert output.num_taken == len(taken)
+    if output.stopped is None:
+        assert text.startswith(taken)
+        assert not any(string in text for string in stop)
+    else:
+        assert output.stopped.text.startswith(taken)
+        assert text.startswith(output.stopped.text + output.stopped.stop)
+
+
+@pytest.mark.parametrize("stop", [(), ("no such text", "zz")])
+def test_a_growing_output_is_decoded_once(stop, monkeypatch):
+    """The tokens decoded in all grow with the output, however often it is read."""
+    real, num_decoded = TextStream._decode, []
+
+    def decode(self, token_ids):
+        num_decoded.append(len(token_ids))
+        return real(self, token_ids)
+
+    monkeypatch.setattr(TextStream, "_decode", decode)
+    output = OutputText(MODEL.tokenizer, bytes_of("a prompt"), stop=stop)
+    ids, text = bytes_of("some é text z" * 200), ""
+    for first in range(0, len(ids), 4):
+        output.push(ids[first : first + 4])
+        text += output.take_settled()
+    assert ("some é text z" * 200).startswith(text)
+    assert len(text) > 2500
+    assert sum(num_decoded) < 10 * len(ids)
+
+
+def test_stop_strings_that_are_special_tokens_end_by_id():
+    params = SamplingParams(stop=("</s>", "x"), ignore_eos=True)
+    assert params.stop_tokens(MODEL) == (tiny.EOS,)
+    assert SamplingParams(stop=("</s>",), stop_token_ids=(7,)).stop_tokens(MODEL) == (1, 7)
+    assert SamplingParams(stop=("</s",), ignore_eos=True).stop_tokens(MODEL) == ()
+    assert SamplingParams(stop=("x",), ignore_eos=True).stop_tokens(BARE) == ()
+
+
+@pytest.mark.parametrize(
+    ("stop", "words"),
+    [
+        ("</s>\n", "'</s>' is a special token, which is not in an output's text"),
+        ("x<s>", "give stop_token_ids=[0] instead"),
+        ("<s></s>", "give stop_token_ids=[0] instead"),
+        ("\ud800", "half a character"),
+    ],
+)
+def test_stop_strings_that_never_match_are_refused(stop, words):
+    with pytest.raises(SettingError) as raised:
+        SamplingParams(stop=(stop,)).stop_tokens(MODEL)
+    assert words in str(raised.value)
+    assert str(raised.value).isascii()
 
 
 counts = st.integers(0, 20)
@@ -500,8 +580,8 @@ def test_refused_prompts_are_named(prompt, model, message):
 def test_refused_calls():
     with pytest.raises(SettingError, match="1 sampling parameters were given for 2 prompts"):
         make_requests([[1], [2]], [SamplingParams()], MODEL, longest=3)
-    with pytest.raises(PromptError, match="a list of prompts is expected"):
-        make_requests("abc", SamplingParams(), MODEL, longest=3)
+    with pytest.raises(PromptError, match="The prompts are None"):
+        make_requests(None, SamplingParams(), MODEL, longest=3)
 
 
 def test_chat_prompts():
