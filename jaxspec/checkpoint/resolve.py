@@ -28,6 +28,7 @@ from jaxspec.checkpoint.manifest import (
 )
 from jaxspec.convert import convert_directory
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
+from jaxspec.convert.known import refuse_known
 from jaxspec.errors import CheckpointError, DamagedError, JaxspecWarning, ModelError
 from jaxspec.kernels.registry import KernelsName, check_kernels
 from jaxspec.models import registry
@@ -115,6 +116,7 @@ def load_model(
         return load(directory)
     if (directory / "config.json").is_file():
         return _load_cached(load, directory, name=directory.resolve().name)
+    refuse_known(directory)
     raise ModelError(
         f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
         f"one (no config.json); {NAMES_OF_MODELS}."
