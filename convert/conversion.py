@@ -23,6 +23,7 @@ from jaxspec.runtime.directories import check_free_space
 from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
+from .known import refuse_known
 from .mapping import Family
 from .tokenizer import convert_tokenizer
 from .writer import stream_params
@@ -138,6 +139,8 @@ def convert(
             )
         commit = None
     else:
+        if os.path.isfile(directory):
+            refuse_known(directory)
         commit, directory = hub.download(os.fspath(src), revision)
     with reading(directory):
         return convert_directory(
@@ -165,6 +168,7 @@ def convert_directory(
 ) -> ConversionSummary:
     """`convert` for local files; `source` and `revision` say where they came from."""
     started = time.perf_counter()
+    refuse_known(directory)
     hf = hf_reader.read_config(directory)
     family = find_family(hf)
     config = read_model_config(hf, family)
@@ -173,6 +177,8 @@ def convert_directory(
 
     files = hf_reader.weight_files(directory)
     tensors = hf_reader.read_tensors(files)
+    if config.is_tied and not hf_reader.repeats_embedding(tensors):
+        config = dataclasses.replace(config, is_tied=False)  # as transformers 5 reads it
     leaves = family.leaves(config)
     expected = {name: shape for leaf in leaves for name, shape in leaf.sources.items()}
     hf_reader.check_tensors(tensors, expected, where=str(directory))

@@ -213,6 +213,7 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
             f"{config.path} asks for {kind!r} rotary scaling, which this decoder does not compute; "
             "it supports default, linear, llama3 and yarn."
         )
+    _check_stated_once(config)
     stated = rope if rope.get("rope_theta") is not None else config
     return RopeConfig(
         theta=stated.number("rope_theta", 10000.0, least=2, most=1e15),
@@ -221,6 +222,22 @@ def read_rope(config: HFConfig, *, rotary_size: int, is_interleaved: bool = Fals
         scaling="none" if kind == "default" else kind,
         **scaling,
     )
+
+
+def _check_stated_once(config: HFConfig) -> None:
+    """Raises `ModelError` for a rotary setting that is stated twice, with different values."""
+    sections = [config.section(name).fields for name in ("rope_scaling", "rope_parameters")]
+    top = {key: config.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    found: dict[str, Any] = {}
+    for fields in (top, *sections):
+        for key, value in fields.items():
+            name = "rope_type" if key == "type" else key
+            if value is not None and found.setdefault(name, value) != value:
+                raise ModelError(
+                    f"{config.path} states the rotary setting {name} twice, as "
+                    f"{shown(found[name])} and as {shown(value)}; remove the one that the model "
+                    "was not trained with."
+                )
 
 
 def _yarn_attention_factor(rope: HFConfig, factor: float) -> float:

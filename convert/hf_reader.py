@@ -37,6 +37,8 @@ _INDEX_DTYPES = {
 }
 _OTHER_DTYPE = np.dtype("V1")  # fp8, float64: dtypes that the decoder does not compute in
 _MOST_LEVELS = 100  # of a JSON file; deeper ones could be read, but not written again
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+_COMPARED_ROWS = 4096  # of two tensors at once
 _WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 
 
@@ -328,6 +330,23 @@ def check_tensors(
         raise CheckpointError(f"The checkpoint in {where} {'; it '.join(named)}; {hint}.")
 
 
+def repeats_embedding(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether the head of a checkpoint, if it has one, is its embedding. A model that was trained
+    on from a tied one may have a head of its own although its config still says that they are
+    tied."""
+    head, embedding = (tensors.get(name) for name in (HEAD, EMBEDDING))
+    if head is None or embedding is None or head.shape != embedding.shape:
+        return head is None or embedding is None
+    if head.dtype not in _DTYPES.values() or embedding.dtype not in _DTYPES.values():
+        return False  # `check_tensors` names the dtype
+    one, other = head.load(), embedding.load()
+    for start in range(0, len(one), _COMPARED_ROWS):
+        rows = slice(start, start + _COMPARED_ROWS)
+        if not np.array_equal(one[rows].astype(np.float32), other[rows].astype(np.float32)):
+            return False
+    return True
+
+
 def _is_index(tensor: Tensor) -> bool:
     return tensor.dtype in _INDEX_DTYPES.values()
 
@@ -337,4 +356,4 @@ def _is_ignored(name: str, expected: Mapping[str, Any]) -> bool:
     tied embedding."""
     if name.endswith(("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")):
         return True
-    return name == "lm_head.weight" and name not in expected
+    return name == HEAD and name not in expected

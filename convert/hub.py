@@ -12,6 +12,8 @@ from jaxspec.errors import ModelError
 from jaxspec.runtime.directories import check_free_space
 from jaxspec.runtime.files import first_line
 
+from .known import refuse_known
+
 # What `load_model` takes, for messages.
 NAMES_OF_MODELS = (
     "name a converted directory, a Hugging Face directory, a hub id such as Qwen/Qwen3-0.6B, "
@@ -102,6 +104,7 @@ def download(
         ) from error
 
     files = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    refuse_known(Path(name), files)
 
     def fetch(patterns: list[str]) -> Path:
         wanted = hub.utils.filter_repo_objects(files, allow_patterns=patterns)

@@ -19,7 +19,7 @@ from jaxspec.models.tokenizer import check_repeatable
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import LARGEST_TEXT_BYTES, is_there, reading
 
-from .hf_config import HFConfig
+from .hf_config import HFConfig, shown
 from .hf_reader import check_file, read_json
 
 _PROBE = "a"  # any text that tokenizes to something
@@ -78,15 +78,16 @@ def convert_tokenizer(
         if has_pipeline:
             tokenizer: Any = fast.from_pretrained(source)
         else:
-            tokenizer = _build(source, model_type)
+            tokenizer = _build(source, model_type, settings)
         pipeline = tokenizer.backend_tokenizer
         if has_pipeline:
             pipeline = tokenizers.Tokenizer.from_file(str(source / "tokenizer.json"))
+            _check_prefix_space(settings, read_json(source / "tokenizer.json"))
         check_repeatable(pipeline, named=f"The tokenizer in {source}")
         prefix = _prefix(pipeline, settings, tokenizer, is_lone_sentencepiece=not has_pipeline)
         tokenizer.save_pretrained(target)
         if has_pipeline:
-            (target / "tokenizer.json").write_bytes((source / "tokenizer.json").read_bytes())
+            (target / "tokenizer.json").write_bytes(_with_added_tokens(source, tokenizer))
         _name_generic_class(target)
         # As `load_model` will, because what some settings write cannot be read again.
         fast.from_pretrained(target).encode(_PROBE)
@@ -98,10 +99,11 @@ def convert_tokenizer(
     return prefix
 
 
-def _build(source: Path, model_type: str) -> Any:
+def _build(source: Path, model_type: str, settings: HFConfig) -> Any:
     """A tokenizer whose pipeline transformers builds from SentencePiece or vocabulary files."""
     transformers = import_transformers()
     if (source / "tokenizer.model").is_file() and model_type in ("llama", "mistral"):
+        _check_spaces(settings)
         tokenizer = transformers.LlamaTokenizerFast.from_pretrained(source)
         _normalize_as_sentencepiece(tokenizer.backend_tokenizer)
         _check_against_sentencepiece(tokenizer, source / "tokenizer.model")
@@ -114,6 +116,31 @@ def _build(source: Path, model_type: str) -> Any:
             "supply the model's tokenizer.json."
         )
     return tokenizer
+
+
+def _check_spaces(settings: HFConfig) -> None:
+    """Raises `CheckpointError` for settings that change where SentencePiece puts its dummy prefix;
+    versions of transformers differ in what they make of them."""
+    for name in ("legacy", "add_prefix_space"):
+        if not settings.flag(name, True):
+            raise CheckpointError(
+                f"{settings.path} sets {name} to false, which changes the ids of a "
+                "tokenizer.model; supply the model's tokenizer.json, which says what is meant."
+            )
+
+
+def _check_prefix_space(settings: HFConfig, pipeline: dict[str, Any]) -> None:
+    """Raises `CheckpointError` if the two files disagree on a space in front of the text; only some
+    of transformers' classes then follow the settings."""
+    stated = settings.get("add_prefix_space")
+    outer = pipeline.get("pre_tokenizer") or {}
+    for each in (outer, *outer.get("pretokenizers", ())):
+        is_added = each.get("add_prefix_space")
+        if each.get("type") == "ByteLevel" and stated is not None and stated != is_added:
+            raise CheckpointError(
+                f"{settings.path} sets add_prefix_space to {shown(stated)}, and its tokenizer.json "
+                f"to {shown(is_added)}; make them agree with how the model was trained."
+            )
 
 
 def _normalize_as_sentencepiece(pipeline: Any) -> None:
@@ -135,6 +162,22 @@ def _check_against_sentencepiece(tokenizer: Any, model: Path) -> None:
                 f"transformers does not reproduce the normalization of {model}: it tokenizes "
                 f"{sentence!r} differently; supply the model's tokenizer.json."
             )
+
+
+def _with_added_tokens(source: Path, tokenizer: Any) -> bytes:
+    """`tokenizer.json` with the added tokens as transformers reads them: `tokenizer_config.json`
+    may state others (`added_tokens_decoder`), or that they strip the spaces beside them."""
+    content = (source / "tokenizer.json").read_bytes()
+    fields = json.loads(content)
+    flags = ("content", "single_word", "lstrip", "rstrip", "normalized", "special")
+    added = [
+        {"id": index, **{name: getattr(token, name) for name in flags}}
+        for index, token in sorted(tokenizer.added_tokens_decoder.items())
+    ]
+    stated = sorted(fields.get("added_tokens") or [], key=lambda token: token["id"])
+    if added == stated:
+        return content
+    return json.dumps({**fields, "added_tokens": added}, ensure_ascii=False).encode()
 
 
 def _prefix(

@@ -28,6 +28,7 @@ from jaxspec.checkpoint.manifest import (
 )
 from jaxspec.convert import convert_directory
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
+from jaxspec.convert.known import refuse_known
 from jaxspec.errors import (
     CheckpointError,
     DamagedError,
@@ -139,6 +140,7 @@ def load_model(
             return load(directory)
         if is_file(directory / "config.json"):
             return _load_cached(load, directory, name=directory.resolve().name)
+        refuse_known(directory)
         raise ModelError(
             f"{name} is neither a converted directory (it has no {MANIFEST}) nor a Hugging Face "
             f"one (no config.json); {NAMES_OF_MODELS}."

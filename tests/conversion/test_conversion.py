@@ -150,6 +150,26 @@ def test_buffers_and_a_repeated_head_are_ignored(tmp_path):
     assert run_conversion(tmp_path / "hf", tmp_path / "out").config.is_tied
 
 
+def test_a_head_of_its_own_is_used_although_the_config_calls_it_tied(tmp_path):
+    """As transformers 5 does: a tied model that was trained on may have such a head."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama")
+    run_conversion(source, tmp_path / "as stated")
+    hf_checkpoints.edit_json(source / "config.json", tie_word_embeddings=True)
+    assert not run_conversion(source, tmp_path / "out").config.is_tied
+    head = hf_checkpoints.golden_arrays("llama", "tensor")["lm_head.weight"]
+    for name in ("as stated", "out"):
+        params = load_converted(tmp_path / name, kernels="xla").params
+        np.testing.assert_array_equal(np.asarray(params["head"]), head.T)
+
+    def cut(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"][:-1]
+
+    other = hf_checkpoints.write_golden(tmp_path / "other", "llama", change=cut)
+    hf_checkpoints.edit_json(other / "config.json", tie_word_embeddings=True)
+    with pytest.raises(CheckpointError, match=r"wrong shape for lm_head\.weight"):
+        run_conversion(other, tmp_path / "cut")
+
+
 def test_torch_files(whole, tmp_path):
     torch = pytest.importorskip("torch")
     hf = tmp_path / "hf"

@@ -55,6 +55,21 @@ def hf(tmp_path) -> Path:
         ({"rope_scaling": {"type": "yarn", "short_factor": [1]}}, ("short_factor",)),
         ({"rope_scaling": {"full_attention": {"rope_type": "default"}}}, ("full_attention",)),
         ({"partial_rotary_factor": 0.5, "rope_parameters": None}, ("partial_rotary_factor", "0.5")),
+        (
+            {"rope_theta": 10000.0, "rope_parameters": {"rope_theta": 500000.0}},
+            ("rope_theta twice", "10000.0", "500000.0"),
+        ),
+        (
+            {
+                "rope_scaling": {"type": "linear", "factor": 2.0},
+                "rope_parameters": {"rope_type": "linear", "factor": 4.0},
+            },
+            ("factor twice", "2.0", "4.0"),
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "rope_type": "yarn", "factor": 2.0}},
+            ("rope_type twice", "linear", "yarn"),
+        ),
         ({"num_key_value_heads": 4}, ("6 query heads", "4 KV heads")),
     ],
 )

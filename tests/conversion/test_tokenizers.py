@@ -105,6 +105,50 @@ def test_a_sentencepiece_file_whose_config_declines_bos(hf):
     assert tokenizer.encode(SENTENCES[0]) == processor.encode(SENTENCES[0])
 
 
+@pytest.mark.parametrize("name", ["legacy", "add_prefix_space"])
+def test_a_sentencepiece_file_with_another_dummy_prefix_is_refused(hf, name):
+    write_sentencepiece(hf)
+    (hf / "tokenizer_config.json").write_text(json.dumps({name: False}))
+    with pytest.raises(CheckpointError, match=rf"sets {name} to false.*tokenizer.json"):
+        loaded_tokenizer(hf)
+
+
+STRIPPING = {"lstrip": True, "rstrip": True, "normalized": False, "single_word": False}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"added_tokens_decoder": {"1": {"content": "</s>", "special": True, **STRIPPING}}},
+        {"added_tokens_decoder": {"330": {"content": "quick", "special": False, **STRIPPING}}},
+        {"eos_token": {"__type": "AddedToken", "content": "</s>", "special": True, **STRIPPING}},
+        {"extra_special_tokens": {"fox_token": "fox"}},
+    ],
+    ids=["none", "strips", "one more", "as eos", "extra"],
+)
+def test_added_tokens_are_those_of_transformers(hf, settings):
+    import transformers
+
+    write_pipeline(hf)
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    theirs = transformers.AutoTokenizer.from_pretrained(hf)
+    ours = loaded_tokenizer(hf)
+    for text in ("the quick </s> fox", "a </s>", "quick</s> quick  fox"):
+        assert ours.encode(text) == theirs.encode(text)
+
+
+@pytest.mark.parametrize("name", ["GPT2Tokenizer", "Qwen2Tokenizer", "PreTrainedTokenizerFast"])
+def test_a_prefix_space_that_the_files_disagree_on_is_refused(hf, name):
+    write_pipeline(hf)
+    settings = {"tokenizer_class": name, "add_prefix_space": True}
+    (hf / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="sets add_prefix_space to True, and its tokenizer"):
+        loaded_tokenizer(hf)
+    (hf / "tokenizer_config.json").write_text(json.dumps({**settings, "add_prefix_space": False}))
+    loaded_tokenizer(hf)
+
+
 def test_a_normalization_that_transformers_drops_is_refused(hf):
     write_sentencepiece(hf, normalization_rule_name="nmt_nfkc", remove_extra_whitespaces=True)
     with pytest.raises(CheckpointError, match=r"does not reproduce .*tokenizer.json"):

@@ -19,6 +19,7 @@ import numpy as np
 from jaxspec.checkpoint.format import LeafPath
 from jaxspec.convert import hf_reader, hub
 from jaxspec.convert.hf_config import HFConfig
+from jaxspec.convert.known import refuse_known
 from jaxspec.convert.mapping import Leaf
 from jaxspec.convert.writer import assemble
 from jaxspec.drafters.heads.config import HeadsConfig, Kind, param_shapes
@@ -147,6 +148,19 @@ def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfi
       ModelError: it holds none.
       CheckpointError: a file cannot be read.
     """
+    try:
+        found = _match(directory)
+    except CheckpointError:
+        refuse_known(directory)
+        raise
+    if found is None:
+        refuse_known(directory)
+        raise _no_heads(directory)
+    return found
+
+
+def _match(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig] | None:
+    """`_find`, but None for a directory without heads."""
     hf = _config(directory)
     for own in medusa.FILES:
         if is_there(directory / own):
@@ -162,7 +176,7 @@ def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfi
         for layout in _LAYOUTS:
             if layout.matches(hf, tensors):
                 return layout, tensors, hf
-    raise _no_heads(directory)
+    return None
 
 
 def _config(directory: Path) -> HFConfig:
