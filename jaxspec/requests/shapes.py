@@ -204,11 +204,11 @@ def _checked(message: Message, index: int, name: str) -> Message:
         raise PromptError(
             f"{where} has no 'role'; give messages like {{'role': 'user', 'content': 'Hello'}}."
         )
-    if content is None and message.get("tool_calls"):
-        return message
     if _is_list(content) and all(map(_is_text_part, content)):
         texts = [part if isinstance(part, str) else part["text"] for part in content]
         return {**message, "content": "\n".join(texts)}
+    if content is None and message.get("tool_calls"):
+        return message
     if not isinstance(content, str):
         raise PromptError(
             f"{where} has no 'content' that is text; give text, or parts like "

@@ -9,11 +9,10 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jaxspec.errors import JaxspecError, SettingError, UnreadableError
-from jaxspec.runtime import signals
 
 LARGEST_TEXT_BYTES = 2**28  # largest file that is read whole: settings, tokenizers, templates
 LARGEST_PIPE_BYTES = 2**30  # a pipe does not say how much it holds, and may have no end
@@ -191,13 +190,11 @@ def reading(
     try:
         yield
     except JaxspecError:
-        _raise_interrupt(())
         raise
     except Exception as error:
         causes = _causes(error, outer)
-        _raise_interrupt(causes)
         for cause in causes:
-            if isinstance(cause, UnreadableError):
+            if isinstance(cause, (KeyboardInterrupt, UnreadableError)):
                 raise cause from None
             if _refuses(cause):
                 raise _unreadable(cause, path) from error
@@ -222,13 +219,6 @@ def _causes(error: BaseException, outer: BaseException | None) -> list[BaseExcep
         causes.append(cause)
         cause = cause.__cause__ or (None if cause.__suppress_context__ else cause.__context__)
     return causes
-
-
-def _raise_interrupt(causes: Sequence[BaseException]) -> None:
-    """Raises the signal that this process got, or a Ctrl-C among the causes of an error."""
-    for cause in (signals.interruption(), *causes):
-        if isinstance(cause, KeyboardInterrupt):
-            raise cause from None
 
 
 def _refuses(error: BaseException) -> bool:

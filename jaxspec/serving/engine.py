@@ -40,6 +40,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
+from jax.core import Tracer
 
 from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.checkpoint.resolve import as_model
@@ -412,7 +413,7 @@ def _check_state(state: DecodeState) -> None:
     """Raises `SettingError` unless this is a state, whose arrays no call has taken over; within a
     caller's own `jit` JAX keeps account of that."""
     check_kind("state", state, DecodeState, "a state of this engine")
-    leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, jax.core.Tracer)]
+    leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer)]
     if any(leaf.is_deleted() for leaf in leaves):
         raise SettingError(
             "A state was given that an earlier call of insert, generate or free has taken over "

@@ -26,7 +26,7 @@ from jaxspec.checkpoint import resolve
 from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.convert import convert
 from jaxspec.drafters.heads.config import heads_config
-from jaxspec.runtime import files, signals
+from jaxspec.runtime import files
 from jaxspec.training import runs
 from jaxspec.training.lm.saved import read_tokenizer
 
@@ -221,9 +221,6 @@ def test_a_run_of_training_that_is_closed(here):
 # Errors that say nothing about the files
 
 
-INTERRUPT = signals.Interrupted(2)
-
-
 def wrapped(cause: BaseException) -> Exception:
     try:
         try:
@@ -238,7 +235,6 @@ def wrapped(cause: BaseException) -> Exception:
     ("raised", "expected"),
     [
         (wrapped(KeyboardInterrupt()), KeyboardInterrupt),
-        (wrapped(INTERRUPT), signals.Interrupted),
         (KeyboardInterrupt(), KeyboardInterrupt),
         (MemoryError(), MemoryError),
         (wrapped(MemoryError()), MemoryError),
@@ -263,20 +259,6 @@ def test_what_is_intact_is_never_called_damaged(here, monkeypatch, raised, expec
         with warnings.catch_warnings(action="error"), pytest.raises(expected) as found:
             load_model(here / where, verify=verify)
         assert not isinstance(found.value, errors.DamagedError)
-
-
-def test_a_signal_that_came_is_raised_whatever_a_library_made_of_it(here, monkeypatch):
-    def interrupted(*_, **__):
-        monkeypatch.setattr(signals._State, "number", 2)
-        raise ValueError("CANCELLED: the event loop was closed")
-
-    load_model(here / "hf")
-    for place in ("load", "metadata"):
-        monkeypatch.setattr(signals._State, "number", None)
-        monkeypatch.setattr(ocp, place, interrupted)
-        for where in ("out", "hf"):
-            with pytest.raises(signals.Interrupted):
-                load_model(here / where)
 
 
 def test_an_error_that_was_being_handled_before_is_not_a_cause(here):
