@@ -34,7 +34,7 @@ from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document, public_name, write_document
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.options import check_between, check_counts
+from jaxspec.runtime.options import LARGEST_NUMBER, check_between, check_counts
 from jaxspec.runtime.report import Columns, TextTable, check_can_plot
 from jaxspec.runtime.turns import K, Turns, take_turns
 from jaxspec.types import Finish, PyTree
@@ -116,6 +116,10 @@ class Bench:
             if field.name not in self.MAY_BE_ZERO and is_of_integers(hints[field.name])
         ]
         check_counts(self, *counts)
+        for name in self.MAY_BE_ZERO:
+            value = getattr(self, name)
+            for each in value if isinstance(value, tuple) else (value,):
+                check_between(f"--{name.replace('_', '-')}", each, 0, LARGEST_NUMBER)
         if (temperature := getattr(self, "temperature", None)) is not None:
             SamplingParams(temperature=temperature)
         if (oracle := getattr(self, "oracle", None)) is not None:

@@ -29,6 +29,7 @@ from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 
@@ -83,6 +84,12 @@ class MemoryBench(PairBench):
     """Draft lengths that the plan may choose."""
     repeats: int = 3
     """Timed turns of each engine; medians are reported."""
+
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with."""
+        super().check()
+        check_between("--keep", self.keep, 0, 1, excludes_least=True)
+        check_between("--acceptance", self.acceptance, 0, 1)
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""

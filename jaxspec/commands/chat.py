@@ -17,7 +17,7 @@ from jaxspec.commands.options import (
     SamplingOptions,
 )
 from jaxspec.commands.progress import warm_up, working
-from jaxspec.decode.settings import DraftLength
+from jaxspec.decode.settings import DraftLength, check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.sessions import Session
@@ -67,6 +67,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     def run(self, console: Console) -> dict[str, Any]:
         """Chats; returns the JSON document."""
         check_counts(self, "max_length")
+        if self.draft_length not in (None, "auto"):
+            check_draft_length(self.draft_length, self.draft_length + 1)
         params = self.sampling_params()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify

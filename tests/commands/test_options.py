@@ -18,9 +18,11 @@ import rich.console
 import tyro
 
 from jaxspec.analysis import planner
+from jaxspec.bench import program
 from jaxspec.bench.compile_time import CompileTimeBench
 from jaxspec.checkpoint import resolve
 from jaxspec.cli import load_command
+from jaxspec.commands import bench
 from jaxspec.errors import JaxspecError
 from jaxspec.runtime.options import check_numbers
 
@@ -120,6 +122,8 @@ def outcome(monkeypatch, tmp_path):
             monkeypatch.setattr(module, "load_model", start)
     monkeypatch.setattr(planner.Planner, "plan", start)
     monkeypatch.setattr(CompileTimeBench, "_model", start)
+    monkeypatch.setattr(bench, "measure_grid", start)
+    monkeypatch.setattr(program, "as_if_on", start)
     monkeypatch.chdir(tmp_path)
 
     def run(command, path, value) -> str | None:
@@ -139,8 +143,10 @@ def outcome(monkeypatch, tmp_path):
 def names_it(said: str, name: str) -> bool:
     """Whether a sentence names an option."""
     forms = (name, name.replace("_", "-"), name.replace("_", " "), name.removesuffix("s"))
-    forms += (name.removeprefix("draft_"),)
-    return any(form in said for form in forms)
+    forms += (name.removeprefix("draft_").removesuffix("s"),)
+    if name == "per_position":
+        forms += ("acceptance",)
+    return any(form in said.lower() for form in forms)
 
 
 def numeric(command):

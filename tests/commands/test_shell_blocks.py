@@ -50,6 +50,17 @@ NOT_RUN = {
     "jaxspec study scaling --quick": "takes twenty minutes; tests/commands/test_study_command.py "
     "runs it with fewer tokens",
     "jaxspec study scaling --target MODEL": "takes hours; likewise",
+    "jaxspec bench confusion": "names paths of a clone; tests/bench/test_confusion.py runs it",
+    "jaxspec bench decode --target random:": "has 635 million parameters, and takes an hour",
+    "jaxspec bench memory": "reads MT-bench's questions and a path of a clone; "
+    "tests/bench/test_bench_memory.py runs it",
+    "jaxspec bench trees": "takes ten minutes; tests/bench/test_bench_trees.py runs it",
+    "jaxspec generate --target lmsys/": "has 7 billion parameters; tests/golden has its layout",
+    "jaxspec generate --target MODEL --drafter heads:DIRECTORY": "trained heads; the block after "
+    "it trains some and runs the same command",
+    'jaxspec compare --target MODEL --drafter none --drafter "clover[8]:DIRECTORY"': "likewise",
+    'jaxspec compare --target MODEL --drafter none --drafter "flexdraft[': "trained weights; "
+    "tests/commands/test_train.py trains and names some",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "
     "tests/analysis/test_planner.py plans small models for meshes",
 }
@@ -215,6 +226,7 @@ def run(folder: pathlib.Path, lines: list[str]) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("page", GATED, ids=lambda page: page.stem)
 def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
     lines = [line for line in runnable(page) if begins(line, IN_THE_GATE)]
@@ -227,6 +239,7 @@ def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", WITH_SOME, ids=lambda page: page.stem)
 def test_shell_blocks_run_as_written(page, folder):
     print(run(folder, [to_run(line) for line in runnable(page)]))
