@@ -394,14 +394,13 @@ class AdaptiveDrafting:
                 PLAIN,
                 *(RoundKind(n, v) for v in self._executor.variants for n in lengths if n),
             )
-            times = measure_round_times(
-                requests,
-                windows={
-                    kind: self._executor.verify_length_for(kind.draft_length) for kind in kinds
-                },
-                room=self._executor.longest_prompt,
-            )
-            self._executor.reset()
+            windows = {kind: self._executor.verify_length_for(kind.draft_length) for kind in kinds}
+            try:
+                times = measure_round_times(
+                    requests, windows=windows, room=self._executor.longest_prompt
+                )
+            finally:  # also after a Ctrl-C
+                self._executor.reset()
             self.controller = DraftLengthController(
                 times, is_chain=drafter.is_chain, num_rows=self._executor.shape.batch_size
             )

@@ -22,6 +22,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundKind, RoundTimes
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.types import Finish
 
 LONGEST = 4
 
@@ -1172,6 +1173,21 @@ def test_single_requests_do_not_wait_for_rounds_to_be_measured(target, plain, me
         assert measured == [FIXED]
         turn = session.generate([*session.token_ids, 1, 2], params)
         assert turn.num_reused_tokens == kept > 0
+
+
+def test_an_interrupted_measurement_leaves_no_rows(target, plain, monkeypatch):
+    def interrupted(rounds, **_):
+        rounds.fill(1)
+        raise KeyboardInterrupt
+
+    made = of_nine_drafts(target)
+    monkeypatch.setattr(adaptive, "measure_round_times", interrupted)
+    for call in (made.warm_up, lambda: made.generate(PROMPTS[:1], PARAMS[:1])):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+        assert not np.any(made.executor.fetch("finish").finish == Finish.RUNNING)
+    *_, last = made.stream(PROMPTS[0], PARAMS[0])
+    assert last.completion.token_ids == plain[0].token_ids
 
 
 def test_a_warm_up_measures(target, plain, measured):
