@@ -518,14 +518,19 @@ class Engine:
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
         """Replaces the weights of the target, the draft model or both by others with the structure
-        of `engine.target.params` and `engine.drafter.params`; nothing is recompiled. The KV of
-        sessions and common prefixes is dropped, and a logged warning says how much; sessions
-        prefill it again with their next turn. With `draft_length="auto"` the acceptance seen so far
-        is forgotten, and drafting begins again.
+        of `engine.target.params` and `engine.drafter.params`, or as they are stored
+        (`jaxspec.kernels.base.unpacked` turns the one into the other, `LanguageModel.pack` turns it
+        back); nothing is recompiled. A tied model needs no `head`; one that is given must be the
+        embedding's.
+
+        The KV of sessions and common prefixes is dropped, and a logged warning says how much;
+        sessions prefill it again with their next turn. With `draft_length="auto"` the acceptance
+        seen so far is forgotten, and drafting begins again.
 
         Raises:
           RequestError: requests are being decoded, with KV of the old weights.
-          SettingError: a pytree of another structure, shape or dtype.
+          SettingError: a pytree of another structure, shape or dtype, which the message gives with
+            the path; or a head that is not the embedding's where the config says that it is tied.
         """
         with self._core.lock:
             if num_unfinished := self.queue.num_unfinished:
