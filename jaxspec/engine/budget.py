@@ -7,7 +7,6 @@ left to choose, and more rows are never slower, so no prediction of speed is nee
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 
 import jax
@@ -15,7 +14,7 @@ import jax
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.settings import check_at_least_one
 from jaxspec.decode.sharded import ShardedLoop
-from jaxspec.engine.memory import in_units, measure_parts
+from jaxspec.engine.memory import in_units, largest, measure_parts
 from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import SettingError
 
@@ -25,9 +24,9 @@ def fit_rows(
 ) -> DecodeLoop:
     """The loop with as many rows as fit beside weights and programs, at most its own number.
 
-    Weights and state are counted exactly, without allocating anything. Programs are compiled to
+    Weights and state are read off the loop, without allocating anything. Programs are compiled to
     find the size of their temporaries: first with as many rows as weights and state alone would
-    allow, then with fewer until everything fits.
+    allow, then with fewer, until it is known how many are the most.
 
     Args:
       loop: that of one data shard.
@@ -46,18 +45,26 @@ def fit_rows(
         fewer = with_rows(num_rows)
         return fewer if mesh is None else ShardedLoop(loop=fewer, mesh=mesh)
 
-    def is_too_many(num_rows: int) -> bool:
+    def fits(num_rows: int, temporaries_bytes: int = 0) -> bool:
+        """Whether so many rows fit with programs that need this besides weights and state."""
         parts = measure_parts(on_devices(num_rows))
-        return parts.weights_bytes + parts.state_bytes > budget_bytes
+        return parts.weights_bytes + parts.state_bytes + temporaries_bytes <= budget_bytes
 
-    num_rows = bisect.bisect_left(range(1, loop.shape.batch_size + 1), True, key=is_too_many)
-    while num_rows > 0:
+    # The most rows that are known to fit, and the fewest that are known not to.
+    most, too_many = 0, 1 + largest(fits, loop.shape.batch_size)
+    num_rows = too_many - 1
+    while most < num_rows:
         found = bytes_of(on_devices(num_rows))
         if found.total_bytes <= budget_bytes:
-            return with_rows(num_rows)
-        # Everything except the weights grows with the rows, so it is divided among them.
-        left = budget_bytes - found.parts.weights_bytes
-        num_rows = min(num_rows - 1, int(num_rows * left / found.generation_bytes))
+            most = num_rows
+        else:
+            too_many = num_rows
+        # Next, as many as fit with these temporaries, of which fewer rows need no more.
+        added_bytes = found.generation_bytes - found.parts.state_bytes
+        num_rows = largest(lambda count, added=added_bytes: fits(count, added), too_many - 1)
+        num_rows = min(max(num_rows, most + 1), too_many - 1)
+    if most:
+        return with_rows(most)
     least = bytes_of(on_devices(1))
     raise SettingError(
         f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given, and one row needs "

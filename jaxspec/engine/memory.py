@@ -267,8 +267,8 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
         state_bytes = _state_bytes(loop, scheduler.num_residents(batch_size), max_length)
         return state_bytes + logits_bytes <= free
 
-    batch_size = _largest(lambda n: fits(n, memory.max_length), given)
-    blocks = _largest(lambda n: fits(given, n * BLOCK), memory.max_length // BLOCK)
+    batch_size = largest(lambda n: fits(n, memory.max_length), given)
+    blocks = largest(lambda n: fits(given, n * BLOCK), memory.max_length // BLOCK)
     advice = []
     if batch_size:
         advice.append(f"a batch_size of {num_shards * batch_size} at this max_length")
@@ -287,6 +287,6 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     )
 
 
-def _largest(fits: Callable[[int], bool], limit: int) -> int:
+def largest(fits: Callable[[int], bool], limit: int) -> int:
     """The largest n from 0 to `limit` that fits; n fits if a larger one does, and 0 always fits."""
     return bisect.bisect_left(range(1, limit + 1), True, key=lambda n: not fits(n))
