@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Literal, TypeAlias, get_args
 
 import jax
@@ -14,10 +16,13 @@ from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
+from jaxspec.models.config import ModelConfig
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import EngineShape, PyTree
 from jaxspec.verifiers import Verifier
+
+_log = logging.getLogger(__name__)
 
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
@@ -130,6 +135,30 @@ def make_loop(
     check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
     check_parts(loop, drafter)
     return loop
+
+
+def warn_of_long_rows(target: Model, drafter: Drafter | None, max_length: int) -> None:
+    """Says in the log, once for each model, that rows may become longer than what target or draft
+    model was trained for; models without a `ModelConfig` are taken to know what they do."""
+    for role, model, effect in (
+        ("target", target, "outputs"),
+        ("draft model", getattr(drafter, "model", None), "drafts"),
+    ):
+        config = getattr(model, "config", None)
+        if isinstance(config, ModelConfig) and max_length > config.context_length:
+            _say_too_long(f"{role} {model.name}", config.context_length, max_length, effect)
+
+
+@functools.cache
+def _say_too_long(model: str, context_length: int, max_length: int, effect: str) -> None:
+    _log.warning(
+        "max_length %d was given, and the %s was trained for %d tokens; beyond them its %s are "
+        "likely to be poor.",
+        max_length,
+        model,
+        context_length,
+        effect,
+    )
 
 
 def check_at_least_one(**settings: int) -> None:

@@ -90,7 +90,8 @@ class Engine:
       batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own row counts
         are per shard.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots.
+        round of a row needs `verify_length` slots. More than target or draft model was trained for
+        is said once in the log.
       budget_bytes: what weights, state and compiled programs may take together, per device.
         `batch_size` is then an upper limit, and is lowered to what fits (docs/memory.md). None:
         all that is free on the device. `plan_memory` chooses more settings.

@@ -43,6 +43,7 @@ from jaxspec.decode.settings import (
     home_of,
     make_loop,
     pinned_memory,
+    warn_of_long_rows,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
@@ -651,6 +652,7 @@ def make_executor(
             )
         is_processed = logprobs_mode == "processed_logprobs"
         logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
+    warn_of_long_rows(target, drafter, max_length)
     if mesh is not None:
         batch_size = batch_size_per_shard(batch_size, check_mesh(mesh))
     loop = make_loop(

@@ -71,7 +71,8 @@ class PackedWeight(struct.PyTreeNode):
     def columns(self, index: jax.Array) -> jax.Array:
         """The columns `[..., in]` of a matrix at `index` `[...]` int32; nothing else is read."""
         panel = self.data.shape[2]
-        pairs = self.data[index // panel, :, index % panel]
+        data, index = read_only_there(self.data, index)
+        pairs = data[index // panel, :, index % panel]
         return pairs.reshape(*index.shape, -1)[..., : self.num_inputs]
 
 
@@ -111,7 +112,17 @@ def columns(head: jax.Array | PackedWeight, tokens: jax.Array) -> jax.Array:
     tokens = jnp.clip(tokens, 0, head.shape[1] - 1)
     if isinstance(head, PackedWeight):
         return head.columns(tokens)
+    head, tokens = read_only_there(head, tokens)
     return jnp.moveaxis(jnp.take(head, tokens, axis=1, mode="clip"), 0, -1)
+
+
+def read_only_there(table: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A table and the index at which it is read, as they are.
+
+    XLA:CPU reads bfloat16 and float16 as float32, and would convert the whole table ahead of a
+    loop, if the table did not seem to change with the index.
+    """
+    return lax.optimization_barrier((table, index)) if table.dtype.itemsize == 2 else (table, index)
 
 
 def unpacked(tree: PyTree) -> PyTree:

@@ -28,6 +28,7 @@ from jaxspec.kernels.base import (
     TiedEmbedding,
     attention_inputs,
     columns,
+    read_only_there,
     unpacked,
 )
 from jaxspec.kernels.xla import causal_attention
@@ -250,6 +251,7 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     embedding = params["embedding"]
     if isinstance(embedding, TiedEmbedding):
         return embedding.rows(tokens)
+    embedding, tokens = read_only_there(embedding, tokens)
     return jnp.take(embedding, tokens, axis=0, mode="clip")
 
 

@@ -42,7 +42,12 @@ from flax import struct
 
 from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode.settings import check_draft_length, default_draft_length, make_loop
+from jaxspec.decode.settings import (
+    check_draft_length,
+    default_draft_length,
+    make_loop,
+    warn_of_long_rows,
+)
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
@@ -167,6 +172,7 @@ class ServingEngine:
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         draft_length = default_draft_length(drafter) if draft_length is None else draft_length
+        warn_of_long_rows(target, drafter, max_length)
         loop = make_loop(
             target,
             drafter,

@@ -116,3 +116,24 @@ def test_a_head_that_is_not_the_embeddings_is_refused_where_the_config_says_tied
     for head in others.values():
         with pytest.raises(SettingError, match="toy0 says that its head is tied"):
             dataclasses.replace(model, params={**params, "head": head})
+
+
+@pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_no_loop_converts_the_whole_embedding_to_float32(kernels, is_tied):
+    """As XLA:CPU does ahead of a loop that reads bfloat16."""
+    model = toy.model(
+        kernels=kernels, dtype=jnp.bfloat16, is_tied=is_tied, num_layers=1, vocab_size=1009
+    )
+
+    def sums(params, tokens, read):
+        def body(i, total):
+            return total + read(params, tokens + i).astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 5, body, jnp.zeros((2, 32)))
+
+    for read in (decoder.embed, decoder.head_rows):
+        program = jax.jit(sums, static_argnums=2)
+        tokens = jnp.zeros((2,), jnp.int32)
+        compiled = program.lower(model.params, tokens, read).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1009 * 32 * 2
