@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,10 @@ from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 MOST_DEVICES = 1024  # that a model is split over
-MAX_ATTEMPTS = 8  # settings that are compiled before the planner gives up
+MAX_ATTEMPTS = 8  # settings that are compiled in search of the fastest
+
+# What settings take and their programs, of those that were compiled.
+Compiled: TypeAlias = dict[PlanSettings, tuple[PlanBytes, tuple[ProgramBytes, ...]]]
 
 
 def plan_memory(
@@ -103,7 +106,8 @@ def plan_memory(
     made, unless a name has to be loaded.
 
     Args:
-      target: a model, an architecture, or a name; see `planning.request.describe`.
+      target: a model, an architecture, or a name; see `planning.request.describe`. With a model
+        that is loaded, the bytes are those of an engine on this machine, with its kernels.
       draft: the draft model, likewise; None plans plain decoding, unless there is a drafter.
       budget_bytes: that weights, state and temporaries may take together, per device.
       drafter: what drafts instead of `draft`, as `Engine` takes it: n-grams, heads, FlexDraft, a
@@ -121,8 +125,9 @@ def plan_memory(
         chances that at least 1, 2, ... are, of a tree the chances that its first, second, ... node
         is (`accepted_node` over the rounds). It is taken to be the same for every dtype and window
         of the draft model's KV.
-      dtype: of the target's weights; by default that of a model that is given, float32 on a CPU,
-        otherwise bfloat16.
+      dtype: of the target's weights; by default that of a model that is given. A name has the dtype
+        that it is loaded in, or bfloat16 if the plan is for another device; a preset float32 on a
+        CPU, otherwise bfloat16.
       verifier: decides whether the drafts' distributions are kept.
       scheduler: decides how many rows wait besides the batch.
       mesh: (data, model) axes, per data shard and within it; by default `num_devices` are split in
@@ -311,10 +316,11 @@ class Planner:
         self._check_weights(candidates, budget_bytes)
         self.say(f"comparing {len(candidates)} settings")
         speeds = {each: self.speed.tokens_per_s(each) for each in candidates}
-        compiled: dict[PlanSettings, tuple[PlanBytes, tuple[ProgramBytes, ...]]] = {}
-        for _ in range(MAX_ATTEMPTS):
+        compiled: Compiled = {}
+
+        def runs_of(candidates: Iterable[PlanSettings]) -> list[PlannedRun]:
             correction = self._correction(compiled)
-            runs = [
+            return [
                 PlannedRun(
                     settings=each,
                     bytes=(
@@ -327,36 +333,75 @@ class Planner:
                 )
                 for each in candidates
             ]
-            chosen = choose(runs, budget_bytes, keep=keep)
-            wanted = smallest(runs) if chosen is None else chosen
-            if wanted.settings in compiled:
+
+        for _ in range(MAX_ATTEMPTS):
+            chosen = choose(runs_of(candidates), budget_bytes, keep=keep)
+            if chosen is None or chosen.settings in compiled:
                 break
-            compiled[wanted.settings] = self._compiled(wanted, compiles)
+            compiled[chosen.settings] = self._compiled(chosen.settings, compiles)
         else:
-            raise SettingError(
-                f"{MAX_ATTEMPTS} settings were compiled and needed more than was estimated; raise "
-                f"the budget of {in_units(budget_bytes)} a little."
-            )
-        if chosen is None:
-            raise SettingError(self._refusal(wanted, budget_bytes))
+            chosen = None
+        if chosen is None:  # by estimates, so it is found out what the least takes
+            least = self._compile_least(candidates, compiled, compiles)
+            chosen = choose(runs_of(compiled), budget_bytes, keep=keep)
+            if chosen is None:
+                raise SettingError(self._refusal(least, compiled[least][0], budget_bytes))
         return self._plan_of(
-            chosen, runs, budget_bytes, keep=keep, programs=compiled[chosen.settings][1]
+            chosen,
+            runs_of(candidates),
+            budget_bytes,
+            keep=keep,
+            programs=compiled[chosen.settings][1],
         )
 
+    def _compile_least(
+        self, candidates: Sequence[PlanSettings], compiled: Compiled, compiles: Compiles
+    ) -> PlanSettings:
+        """The settings that take the fewest bytes, after compiling all that might.
+
+        Fewer rows, drafts and tokens per call never take more, so of settings that are otherwise
+        alike only the fewest are compiled; and of these, only those that take less without
+        temporaries than the least with them.
+        """
+        fewest: dict[tuple, PlanSettings] = {}
+        for each in sorted(
+            candidates, key=lambda each: (each.draft_length, each.batch_size, each.prefill_chunk)
+        ):
+            plain = (each.kv_dtype, each.num_data_shards, each.num_model_shards)
+            of_draft = (each.draft_dtype, each.draft_kv_dtype, each.draft_kv_window)
+            if plain not in fewest:
+                fewest.setdefault((*plain, *of_draft) if each.draft_length else plain, each)
+
+        def at_least(settings: PlanSettings) -> int:
+            parts = self.bytes.parts(settings)
+            return PlanBytes.of_programs(parts, 0, "estimated").total_bytes
+
+        def total(settings: PlanSettings) -> int:
+            return compiled[settings][0].total_bytes
+
+        least: PlanSettings | None = None
+        for each in sorted(fewest.values(), key=at_least):
+            if least is not None and at_least(each) >= total(least):
+                break
+            if each not in compiled:
+                compiled[each] = self._compiled(each, compiles)
+            least = each if least is None else min(least, each, key=total)
+        assert least is not None
+        return least
+
     def _compiled(
-        self, run: PlannedRun, compiles: Compiles
+        self, settings: PlanSettings, compiles: Compiles
     ) -> tuple[PlanBytes, tuple[ProgramBytes, ...]]:
-        settings = run.settings
         if isinstance(self.request.drafter, FlexDraft) and settings.draft_length:
             compiles = "whole"  # what its sequential mode needs grows with its layers
         source: Source = "compiled" if compiles == "whole" else "compiled short"
         if settings.num_devices > len(jax.local_devices()):
-            return run.bytes, ()
+            return self.bytes.estimated(settings), ()
         self.say(f"compiling {settings.sentence}")
         added, programs = self.bytes.compiled(settings, compiles)
         return PlanBytes.of_programs(self.bytes.parts(settings), added, source), programs
 
-    def _correction(self, compiled: dict[PlanSettings, tuple[PlanBytes, Any]]) -> float:
+    def _correction(self, compiled: Compiled) -> float:
         """What estimates are multiplied by: as much as compiled programs needed more."""
         ratios = [
             (found.generation_bytes - found.parts.state_bytes)
@@ -421,6 +466,11 @@ class Planner:
             found.append(
                 f"Temporaries are XLA's figures for the same programs on {jax.default_backend()} "
                 "in float32; those of the device itself may differ."
+            )
+        elif self.request.is_loaded and self.request.is_datasheet:
+            found.append(
+                f"The bytes are those of an engine on this machine ({jax.default_backend()}), "
+                "where the target is loaded; name the target to plan for another device."
             )
         if chosen.settings.num_devices > 1:
             found.append("What devices of the model axis exchange is not in the prediction.")
@@ -501,11 +551,11 @@ class Planner:
             f"{in_units(parts.weights_bytes)} per device in {dtype}; {' and '.join(advice)}."
         )
 
-    def _refusal(self, least: PlannedRun, budget_bytes: int) -> str:
+    def _refusal(self, least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
         return (
             f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest "
-            f"that works is {in_units(least.bytes.total_bytes)} ({least.bytes.total_bytes} bytes), "
-            f"with {least.settings.sentence}."
+            f"that works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), "
+            f"with {least.sentence}."
         )
 
 
@@ -524,8 +574,3 @@ def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> Pla
 def _by_bytes(run: PlannedRun) -> tuple[int, float]:
     """Order of runs: the fewest bytes first, of equals the fastest."""
     return run.bytes.total_bytes, -run.tokens_per_s
-
-
-def smallest(runs: Sequence[PlannedRun]) -> PlannedRun:
-    """The run of the fewest bytes."""
-    return min(runs, key=_by_bytes)

@@ -11,6 +11,7 @@ absent or complete, whenever the writer is killed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import os
@@ -55,6 +56,8 @@ from jaxspec.runtime.files import (
 )
 from jaxspec.runtime.values import refusal, shown
 from jaxspec.types import PyTree
+
+_log = logging.getLogger(__name__)
 
 _DTYPES = {
     "float32": jnp.float32,
@@ -120,7 +123,9 @@ def weights_digest(params: PyTree) -> str:
     """
     digest = xxhash.xxh3_128()
     for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
-        if path == ("head",) and _is_tied(params):
+        if path == ("head",) and decoder.is_transposed(
+            unpacked(params["embedding"]), unpacked(params["head"])
+        ):
             continue
         rounded = np.asarray(unpacked(leaf)).astype(jnp.bfloat16)
         values = np.ascontiguousarray(rounded, np.float32)
@@ -136,11 +141,6 @@ def _named(tree: Any) -> Any:
     if isinstance(tree, (tuple, list)):
         return {str(index): _named(value) for index, value in enumerate(tree)}
     return tree
-
-
-def _is_tied(params: Mapping[str, Any]) -> bool:
-    head, embedding = np.asarray(unpacked(params["head"])), np.asarray(params["embedding"])
-    return head.shape == embedding.T.shape and bool((head == embedding.T).all())
 
 
 # Writing
@@ -285,16 +285,14 @@ def load_converted(
     """The model in a converted directory; arguments as in `load_model`."""
     directory = Path(directory)
     manifest = read_manifest(directory, verify=verify)
-    if dtype is None:
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else manifest.dtype
-    dtype = parse_dtype(dtype)
+    kernels, name = kernels or default_kernels(), name or str(directory)
+    dtype = parse_dtype(default_dtype(manifest.dtype, kernels, name) if dtype is None else dtype)
     with verified(directory, manifest.files, verify=verify):
         params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
-        kernels = kernels or default_kernels()
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
     return LanguageModel(
-        name=name or str(directory),
+        name=name,
         config=manifest.config,
         params=params,
         eos_token_ids=manifest.eos_token_ids,
@@ -302,6 +300,34 @@ def load_converted(
         generation_config=manifest.generation_config,
         kernels=kernels,
         kv_dtype=kv_dtype,
+    )
+
+
+def default_dtype(stored: str, kernels: KernelsName, name: str) -> str:
+    """The dtype that a checkpoint is loaded in unless another is asked for: its own, or float32 on
+    a CPU whose kernels would not multiply it, which a warning in the log says once.
+
+    Args:
+      stored: dtype of the checkpoint.
+      kernels: those that the model is loaded with.
+      name: the model's.
+    """
+    is_multiplied = stored == "float32" or (stored == "bfloat16" and kernels == "native")
+    if is_multiplied or jax.default_backend() != "cpu":
+        return stored
+    _say_widened(name, stored, kernels)
+    return "float32"
+
+
+@functools.cache
+def _say_widened(name: str, stored: str, kernels: str) -> None:
+    _log.warning(
+        "%s is stored in %s and is loaded as float32, in twice the memory, because the %s kernels "
+        "do not multiply %s on a CPU; name a dtype to choose another.",
+        name,
+        stored,
+        kernels,
+        stored,
     )
 
 

@@ -74,8 +74,10 @@ def load_model(
 
     Args:
       src: the name or path of the model.
-      dtype: that of parameters, compute and cache; None is float32 on a CPU and the checkpoint's
-        own dtype on an accelerator (bfloat16 for a random preset).
+      dtype: that of parameters, compute and cache; None is the checkpoint's own. On a CPU float16
+        is then loaded as float32, as is bfloat16 without the `native` kernels, and a warning in the
+        log says so once. The embedded pair and random presets have float32 on a CPU and bfloat16 on
+        an accelerator.
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device of this process.
@@ -105,6 +107,8 @@ def load_model(
     if kernels is not None:
         check_kernels(kernels)
     check_kv_dtype(kv_dtype)
+    if dtype is None and (name in DEMO_MODELS or name.startswith("random:")):
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     dtype = None if dtype is None else parse_dtype(dtype)
     load = functools.partial(
         load_converted,
@@ -121,8 +125,6 @@ def load_model(
             with importlib.resources.as_file(assets) as directory:
                 return _load_cached(load, directory, name=name)
         if name.startswith("random:"):
-            if dtype is None:
-                dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
             return registry.random_model(
                 name.removeprefix("random:"),
                 dtype=dtype,

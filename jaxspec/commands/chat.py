@@ -58,8 +58,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     """Prefill every answer again with the next turn, so that outputs are bitwise those without a
     session with any kernels. With the native kernels they are in any case."""
     dtype: DtypeName | None = None
-    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
-    CPU, otherwise the checkpoint's."""
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
+    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""

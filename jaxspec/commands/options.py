@@ -174,8 +174,8 @@ class EngineOptions(KvOptions):
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
     dtype: DtypeName | None = None
-    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: float32 on a
-    CPU, otherwise the checkpoint's."""
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
+    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""

@@ -90,7 +90,8 @@ class PlanCommand(JsonOption):
     """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
     accepted; for a tree, that its first, second, ... node is."""
     dtype: DtypeName | None = None
-    """Dtype of the weights; default bfloat16, on a CPU float32."""
+    """Dtype of the weights; default: that which the model is loaded in. A preset has bfloat16, and
+    float32 when the plan is for this machine's CPU."""
     verifier: VerifierName = "coupled"
     """As in `jaxspec generate`; some verifiers keep the distributions of the drafts."""
     scheduler: SchedulerName = "continuous"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -14,11 +16,14 @@ from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
+from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.values import LARGEST_COUNT, is_one_of, refusal, shown, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import EngineShape, PyTree
 from jaxspec.verifiers import Verifier
+
+_log = logging.getLogger(__name__)
 
 Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
@@ -155,6 +160,31 @@ def as_draft_length(draft_length: Any) -> DraftLength | None:
             raise refusal("draft_length", draft_length, "a whole number or 'auto'")
         return "auto"
     return whole_number("draft_length", draft_length)
+
+
+def warn_of_long_rows(target: Model, drafter: Drafter | None, max_length: int) -> None:
+    """Says in the log, once for each model, that rows may become longer than what target or draft
+    model was trained for; models without a `ModelConfig` are taken to know what they do."""
+    model: Any
+    for role, model, effect in (
+        ("target", target, "outputs"),
+        ("draft model", getattr(drafter, "model", None), "drafts"),
+    ):
+        config = getattr(model, "config", None)
+        if isinstance(config, ModelConfig) and max_length > config.context_length:
+            _say_too_long(f"{role} {model.name}", config.context_length, max_length, effect)
+
+
+@functools.cache
+def _say_too_long(model: str, context_length: int, max_length: int, effect: str) -> None:
+    _log.warning(
+        "max_length %d was given, and the %s was trained for %d tokens; beyond them its %s are "
+        "likely to be poor.",
+        max_length,
+        model,
+        context_length,
+        effect,
+    )
 
 
 def check_exactness(exactness: Any) -> None:

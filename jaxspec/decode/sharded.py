@@ -32,7 +32,7 @@ from jaxspec.decode import kept
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.base import splittable
 from jaxspec.models.base import param_specs
 from jaxspec.runtime.values import check_kind
 from jaxspec.types import DecodeState, EngineShape, PyTree
@@ -126,7 +126,7 @@ class ShardedLoop:
         """The loop's parameters, on whatever devices they are; see `place`. Weights that are split
         over devices are not packed."""
         params = self.loop.params
-        return unpacked(params) if self.mesh.shape[MODEL] > 1 else params
+        return splittable(params) if self.mesh.shape[MODEL] > 1 else params
 
     @property
     def num_shards(self) -> int:

@@ -34,7 +34,7 @@ from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slo
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
-from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.runtime.environment import loops_run_on_host
@@ -210,7 +210,7 @@ class DraftModel(DrafterBase):
         try:
             return param_specs(self.model, num_shards)
         except SettingError:
-            return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(unpacked, self.params))
+            return jax.tree.map(lambda _: PartitionSpec(), jax.eval_shape(splittable, self.params))
 
     def pack(self, params: PyTree) -> PyTree:
         """The draft model's parameters in the form that its kernels read fastest; see

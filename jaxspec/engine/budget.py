@@ -25,9 +25,9 @@ def fit_rows(
     """The loop with as many rows as fit beside weights and programs, at most its own number, into
     the budget and into what is free.
 
-    Weights and state are counted exactly, without allocating anything. Programs are compiled to
+    Weights and state are read off the loop, without allocating anything. Programs are compiled to
     find the size of their temporaries: first with as many rows as weights and state alone would
-    allow, then with fewer until everything fits.
+    allow, then with fewer, until it is known how many are the most.
 
     Args:
       loop: that of one data shard.
@@ -47,7 +47,7 @@ def fit_rows(
         fewer = with_rows(num_rows)
         return fewer if mesh is None else ShardedLoop(loop=fewer, mesh=mesh)
 
-    def least_bytes(num_rows: int) -> int:
+    def state_bytes(num_rows: int) -> int:
         parts = measure_parts(on_devices(num_rows))
         return parts.weights_bytes + parts.state_bytes
 
@@ -55,14 +55,23 @@ def fit_rows(
     alone, limit = measure_memory(on_devices(1)), budget_bytes
     if alone.free_bytes is not None:
         limit = min(limit, alone.weights_bytes + alone.free_bytes)
-    num_rows = largest_that_fits(least_bytes, loop.shape.batch_size, limit)
-    while num_rows > 0:
+    # The most rows that are known to fit, and the fewest that are known not to.
+    most, too_many = 0, 1 + largest_that_fits(state_bytes, loop.shape.batch_size, limit)
+    num_rows = too_many - 1
+    while most < num_rows:
         found = bytes_of(on_devices(num_rows))
         if found.total_bytes <= limit:
-            return with_rows(num_rows)
-        # Everything except the weights grows with the rows, so it is divided among them.
-        left = limit - found.parts.weights_bytes
-        num_rows = min(num_rows - 1, int(num_rows * left / found.generation_bytes))
+            most = num_rows
+        else:
+            too_many = num_rows
+        if too_many == 1:
+            break
+        # Next, as many as fit with these temporaries, of which fewer rows need no more.
+        added_bytes = found.generation_bytes - found.parts.state_bytes
+        num_rows = largest_that_fits(state_bytes, too_many - 1, limit - added_bytes)
+        num_rows = min(max(num_rows, most + 1), too_many - 1)
+    if most:
+        return with_rows(most)
     least = bytes_of(on_devices(1))
     raise SettingError(
         f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given, and one row needs "

@@ -100,7 +100,8 @@ class Engine:
       batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own row counts
         are per shard.
       max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots.
+        round of a row needs `verify_length` slots. More than target or draft model was trained for
+        is said once in the log.
       budget_bytes: what weights, state and compiled programs may take together, per device.
         `batch_size` is then an upper limit, and is lowered to what fits this and the free memory
         (docs/memory.md). None: all that is free on the device. `plan_memory` chooses more
@@ -590,10 +591,14 @@ class Engine:
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
         """Replaces the weights of the target, the draft model or both by others with the structure
-        of `engine.target.params` and `engine.drafter.params`; nothing is recompiled. The KV of
-        sessions and common prefixes is dropped, and a logged warning says how much; sessions
-        prefill it again with their next turn. With `draft_length="auto"` the acceptance seen so far
-        is forgotten, and drafting begins again.
+        of `engine.target.params` and `engine.drafter.params`, or as they are stored
+        (`jaxspec.kernels.base.unpacked` turns the one into the other, `LanguageModel.pack` turns it
+        back); nothing is recompiled. A tied model needs no `head`; one that is given must be the
+        embedding's.
+
+        The KV of sessions and common prefixes is dropped, and a logged warning says how much;
+        sessions prefill it again with their next turn. With `draft_length="auto"` the acceptance
+        seen so far is forgotten, and drafting begins again.
 
         Arrays that are on the engine's device are not copied. If they are deleted later, such as by
         a step of training that they are donated to, requests are refused until this was called
@@ -602,7 +607,9 @@ class Engine:
 
         Raises:
           RequestError: requests are unfinished.
-          SettingError: a pytree of another structure, shape or dtype, or arrays that were deleted.
+          SettingError: a pytree of another structure, shape or dtype, which the message gives with
+            the path; arrays that were deleted; or a head that is not the embedding's where the
+            config says that it is tied.
         """
         with self._core.lock:
             is_lost = self._core.give_up_if_lost()

@@ -45,6 +45,7 @@ from jaxspec.decode.settings import (
     home_of,
     make_loop,
     pinned_memory,
+    warn_of_long_rows,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
@@ -53,15 +54,16 @@ from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import RequestError, SettingError
-from jaxspec.kernels.base import unpacked
-from jaxspec.models.base import Model
+from jaxspec.kernels.base import splittable, unpacked
+from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.decoder import without_tied_head
 from jaxspec.models.width_probe import is_width_invariant
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import devices, devices_sentence
-from jaxspec.runtime.kinds import are_arrays
+from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import flag, is_one_of, refusal, whole_number
 from jaxspec.schedulers import Continuous, Scheduler, make_scheduler
 from jaxspec.telemetry.trace import TraceConfig, TraceLevel
@@ -529,10 +531,12 @@ class Executor:
 
     def update_params(self, *, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
         """Replaces weights by others of the same structure, shapes and dtypes, packed for the
-        kernels or not; nothing is recompiled. KV of the old weights stays in the state.
+        kernels (`LanguageModel.pack`) or as they are stored (`jaxspec.kernels.base.unpacked`);
+        nothing is recompiled. KV of the old weights stays in the state.
 
         Raises:
-          SettingError: a pytree of another structure, shape or dtype, or arrays that were deleted.
+          SettingError: a pytree of another structure, shape or dtype, arrays that were deleted, or
+            a head that is not the embedding's where the config says that it is tied.
         """
         if drafter is not None and self.loop.is_plain:
             raise SettingError(
@@ -694,6 +698,7 @@ def make_executor(
         logprobs=logprobs,
         trace=None if trace is None else TraceConfig(level=trace),
     )
+    warn_of_long_rows(target, drafter, max_length)
     if budget_bytes is not None:
         loop = fit_rows(loop, budget_bytes, mesh=mesh)
     executor = Executor(
@@ -744,32 +749,41 @@ def _has_deleted(tree: PyTree) -> bool:
 
 
 def _like(old: PyTree, given: PyTree, owner: Any, name: str) -> PyTree:
-    """`given`, put on the devices of `old` and packed like it, if it has the same shapes and
-    dtypes."""
+    """`given`, put on the devices of `old` and packed like it, if it has the same structure, shapes
+    and dtypes; a tied model's head may be given too."""
     if not are_arrays(given):
         raise SettingError(
             f"The new weights of the {name} are not a pytree of arrays; give one like the engine's."
         )
-    before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
-    if jax.tree.structure(before) != jax.tree.structure(after):
-        raise SettingError(
-            f"The new weights of the {name} have another structure than those of the engine; give "
-            "a pytree like them."
-        )
-    for (path, leaf), new in zip(
-        jax.tree.leaves_with_path(before), jax.tree.leaves(after), strict=True
-    ):
-        if (leaf.shape, leaf.dtype) != (new.shape, new.dtype):
-            raise SettingError(
-                f"The new weights of the {name} have {new.dtype}{list(new.shape)} at "
-                f"{jax.tree_util.keystr(path)}, and the engine was compiled for "
-                f"{leaf.dtype}{list(leaf.shape)}; convert them to that."
-            )
     if _has_deleted(given):
         raise SettingError(
             f"The new weights of the {name} were deleted already, perhaps donated to a step of "
             "training (donate_argnums); give the arrays that it returned."
         )
-    is_packed = jax.tree.structure(before) != jax.tree.structure(old)
-    given = owner.pack(given) if is_packed else unpacked(given)
+    model = getattr(owner, "model", owner)  # a draft model's own
+    if isinstance(model, LanguageModel) and isinstance(given, Mapping):
+        given = without_tied_head(model.config, given, name=f"the {name} {model.name}")
+    before, after = jax.eval_shape(unpacked, old), jax.eval_shape(unpacked, given)
+    found, expected = kinds_of(after), kinds_of(before)
+    if jax.tree.structure(before) != jax.tree.structure(after):
+        at = "the same arrays in other containers"
+        if not_in_both := [p for p in [*expected, *found] if not (p in found and p in expected)]:
+            path = not_in_both[0]
+            new, own = found.get(path, "nothing"), expected.get(path, "nothing")
+            at = f"{new} at {path} instead of {own}"
+        raise SettingError(
+            f"The new weights of the {name} have another structure than those of the engine: {at}; "
+            "give a pytree like them."
+        )
+    mismatch = first_mismatch(found, expected)
+    if mismatch is not None:
+        path, new, own = mismatch
+        raise SettingError(
+            f"The new weights of the {name} have {new} at {path}, and the engine was compiled for "
+            f"{own}; convert them to that."
+        )
+    structure = jax.tree.structure(old)
+    given = unpacked(given) if structure == jax.tree.structure(before) else owner.pack(given)
+    if structure == jax.tree.structure(jax.eval_shape(splittable, old)):
+        given = splittable(given)
     return jax.tree.map(lambda leaf, new: jax.device_put(new, leaf.sharding), old, given)

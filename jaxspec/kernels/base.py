@@ -71,15 +71,75 @@ class PackedWeight(struct.PyTreeNode):
     def columns(self, index: jax.Array) -> jax.Array:
         """The columns `[..., in]` of a matrix at `index` `[...]` int32; nothing else is read."""
         panel = self.data.shape[2]
-        pairs = self.data[index // panel, :, index % panel]
+        data, index = read_only_there(self.data, index)
+        pairs = data[index // panel, :, index % panel]
         return pairs.reshape(*index.shape, -1)[..., : self.num_inputs]
 
 
-def unpacked(tree: PyTree) -> PyTree:
-    """A pytree with plain arrays instead of its `PackedWeight`s."""
+class TiedEmbedding(struct.PyTreeNode):
+    """The embedding `[V, E]` of a tied model, stored once and in the form of its head.
 
+    Attributes:
+      head: `[E, V]`, an array or a `PackedWeight`.
+    """
+
+    head: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """`(V, E)`."""
+        width, vocab_size = self.head.shape
+        return vocab_size, width
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """That of the weights."""
+        return getattr(self.head, "data", self.head).dtype
+
+    def unpacked(self) -> jax.Array:
+        """The embedding itself, `[V, E]`."""
+        return unpacked(self.head).T
+
+    def rows(self, tokens: jax.Array) -> jax.Array:
+        """The embeddings `[..., E]` of `tokens` `[...]`; ids outside the vocabulary are clipped
+        into it."""
+        return columns(self.head, tokens)
+
+
+def columns(head: jax.Array | PackedWeight, tokens: jax.Array) -> jax.Array:
+    """The columns `[..., E]` of a head `[E, V]` for `tokens` `[...]`; nothing else is read. Ids
+    outside the vocabulary are clipped into it."""
+    tokens = jnp.clip(tokens, 0, head.shape[1] - 1)
+    if isinstance(head, PackedWeight):
+        return head.columns(tokens)
+    head, tokens = read_only_there(head, tokens)
+    return jnp.moveaxis(jnp.take(head, tokens, axis=1, mode="clip"), 0, -1)
+
+
+def read_only_there(table: jax.Array, index: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A table and the index at which it is read, as they are.
+
+    XLA:CPU reads bfloat16 and float16 as float32, and would convert the whole table ahead of a
+    loop, if the table did not seem to change with the index.
+    """
+    return lax.optimization_barrier((table, index)) if table.dtype.itemsize == 2 else (table, index)
+
+
+def unpacked(tree: PyTree) -> PyTree:
+    """A pytree with plain arrays instead of its `PackedWeight`s and `TiedEmbedding`s: parameters as
+    they are stored."""
+    return _unpack_all(tree, (PackedWeight, TiedEmbedding))
+
+
+def splittable(tree: PyTree) -> PyTree:
+    """A pytree with plain arrays instead of its `PackedWeight`s, which a mesh cannot split. A
+    `TiedEmbedding` remains one."""
+    return _unpack_all(tree, PackedWeight)
+
+
+def _unpack_all(tree: PyTree, classes: Any) -> PyTree:
     def is_packed(node: Any) -> bool:
-        return isinstance(node, PackedWeight)
+        return isinstance(node, classes)
 
     return jax.tree.map(lambda n: n.unpacked() if is_packed(n) else n, tree, is_leaf=is_packed)
 

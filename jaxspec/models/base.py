@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import XLA, Kernels, rms_norm, unpacked
+from jaxspec.kernels.base import XLA, Kernels, TiedEmbedding, rms_norm, splittable, unpacked
 from jaxspec.kernels.registry import KernelsName, check_kernels, get_kernels
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -187,7 +187,7 @@ def param_specs(owner: Any, num_shards: int) -> PyTree:
     """
     if num_shards > 1 and hasattr(owner, "param_specs"):
         return owner.param_specs(num_shards)
-    params = jax.eval_shape(unpacked, owner.params) if num_shards > 1 else owner.params
+    params = jax.eval_shape(splittable, owner.params) if num_shards > 1 else owner.params
     return jax.tree.map(lambda _: PartitionSpec(), params)
 
 
@@ -229,7 +229,8 @@ class LanguageModel:
         the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
 
     Raises:
-      SettingError: unknown kernels, kernels that cannot be used here, or an unknown KV dtype.
+      SettingError: unknown kernels, kernels that cannot be used here, an unknown KV dtype, or a
+        head that is not the embedding's where the config says that it is tied.
     """
 
     name: str
@@ -274,22 +275,23 @@ class LanguageModel:
 
     def pack(self, params: PyTree) -> PyTree:
         """Parameters in the form that the kernels read fastest, from any form that
-        `jaxspec.models.decoder` takes.
+        `jaxspec.models.decoder` takes: as they are stored, or as this method returned them.
 
-        XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a
-        CPU a tied head is also kept transposed. The C++ kernels store weights in their own order,
-        as `PackedWeight`; `jaxspec.kernels.base.unpacked` turns these into plain arrays.
+        The C++ kernels store weights in their own order, as `PackedWeight`. On a CPU a tied model
+        keeps its embedding once, as a `TiedEmbedding`. `jaxspec.kernels.base.unpacked` turns both
+        into plain arrays. A tied model needs no `head`; one that is given is left out.
+
+        Raises:
+          SettingError: the config says that the head is tied to the embedding, and another head was
+            given.
         """
-        if "head" not in params and jax.default_backend() == "cpu":
-            params = {**params, "head": params["embedding"].T}
+        params = decoder.without_tied_head(self.config, params, name=self.name)
         return decoder.pack_params(params, get_kernels(self.kernels))
 
     def check_params(self) -> None:
         """Raises `ModelError` unless the parameters have the shapes that `config` asks for, and one
         floating dtype."""
         wanted = decoder.param_shapes(self.config)
-        if "head" in self.params:
-            wanted["head"] = (self.config.width, self.config.vocab_size)
         dtype = jnp.dtype(getattr(self.params.get("embedding"), "dtype", jnp.float32))
         if not jnp.issubdtype(dtype, jnp.floating):
             dtype = jnp.dtype(jnp.float32)
@@ -321,6 +323,8 @@ class LanguageModel:
                 f"{num_shards} devices cannot split; load it with kernels='xla'."
             )
         specs = decoder.param_specs(self.config, num_shards)
+        if isinstance(self.params["embedding"], TiedEmbedding):
+            specs["embedding"] = TiedEmbedding(head=specs["head"])
         return {name: specs[name] for name in self.params}
 
     def init_cache(self, num_rows: int, capacity: int) -> kv.KVCache:
@@ -367,7 +371,7 @@ class LanguageModel:
 
     def head_rows(self, params, tokens):
         """The head's weights `[..., E]` for each of `tokens` `[...]`."""
-        return decoder.head_rows(self.config, params, tokens)
+        return decoder.head_rows(params, tokens)
 
 
 def kernels_of(model: Model | None) -> Kernels:

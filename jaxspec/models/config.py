@@ -182,6 +182,16 @@ class ModelConfig:
         """G, query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
 
+    @property
+    def context_length(self) -> int:
+        """Positions that the model was trained for, or that its rotary scaling extends them to."""
+        rope = self.rope
+        extended = {
+            "linear": rope.factor * self.max_length,
+            "yarn": rope.factor * rope.original_max_length,
+        }
+        return max(self.max_length, int(extended.get(rope.scaling, 0)))
+
     def sliding_window(self, layer_index: int) -> int | None:
         """Tokens a query of this layer sees, or None for all."""
         return self.sliding_windows[layer_index] if self.sliding_windows else None

@@ -1,9 +1,9 @@
 """The one decoder, in parts: embed, a range of layers, head.
 
-Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; the
-head `[E, V]` may be absent where it is tied to the embedding. Layers are unrolled, with separate
-parameters and caches: a scan over stacked ones would copy the cache and slice every weight in each
-round.
+Parameters are a plain pytree, `{"embedding", "layers": (per layer), "final_norm", "head"}`; a tied
+model has no head `[E, V]`, and its embedding may be a `TiedEmbedding`. Layers are unrolled, with
+separate parameters and caches: a scan over stacked ones would copy the cache and slice every weight
+in each round.
 """
 
 from __future__ import annotations
@@ -16,12 +16,21 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import XLA, Kernels, PackedWeight, attention_inputs, unpacked
+from jaxspec.kernels.base import (
+    XLA,
+    Kernels,
+    TiedEmbedding,
+    attention_inputs,
+    columns,
+    read_only_there,
+    unpacked,
+)
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -67,8 +76,8 @@ def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
 
     Attention is split by KV head, the feed-forward by its hidden units, embedding and head by the
     vocabulary, so that partial results meet only after attention, feed-forward, embedding and head
-    (Megatron-LM, 1909.08053). A tied model has a spec for the head that may be kept besides the
-    embedding.
+    (Megatron-LM, 1909.08053). A tied model has a spec for the head that its `TiedEmbedding` may be
+    stored as.
 
     Raises:
       SettingError: `num_shards` does not divide one of these.
@@ -160,9 +169,43 @@ def _init_leaves(config: ModelConfig, shapes, key: jax.Array, dtype, stddev: flo
     return {name: init(index, name) for index, name in enumerate(shapes)}
 
 
+def without_tied_head(config: ModelConfig, params: Params, *, name: str) -> Params:
+    """Parameters without the head, if the config says that it is tied to the embedding.
+
+    Args:
+      config: architecture.
+      params: in any form.
+      name: the model's, for messages.
+
+    Raises:
+      SettingError: the head is not the transposed embedding. (Shapes without values are not
+        compared.)
+    """
+    if not config.is_tied or "head" not in params:
+        return params
+    parts = unpacked({part: params[part] for part in ("embedding", "head") if part in params})
+    has_values = not any(isinstance(leaf, Tracer) for leaf in parts.values())
+    if has_values and "embedding" in parts and not is_transposed(**parts):
+        raise SettingError(
+            f"The config of {name} says that its head is tied to its embedding, and params['head'] "
+            "is not the transposed params['embedding']; leave the head out, or make the model with "
+            "is_tied=False in its config."
+        )
+    return {part: leaf for part, leaf in params.items() if part != "head"}
+
+
+def is_transposed(embedding: Any, head: Any) -> bool:
+    """Whether a head `[E, V]` is an embedding `[V, E]`, transposed."""
+    embedding, head = np.asarray(embedding), np.asarray(head)
+    return head.shape == embedding.T.shape and bool((head == embedding.T).all())
+
+
 def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> Params:
     """Parameters with the weights of products in the form that these kernels read fastest; see
     `Kernels.pack`.
+
+    XLA:CPU is three times slower at products of a few rows with a transposed matrix, so on a CPU an
+    embedding without a head becomes a `TiedEmbedding`: the head, from which embeddings are read.
 
     Args:
       consume: whether to free each weight as soon as it has been packed, so that there are never
@@ -171,10 +214,14 @@ def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> P
 
     def pack(weight: Any, num_input_axes: int) -> Any:
         packed = kernels.pack(weight, num_input_axes)
-        if consume and packed is not weight and not isinstance(weight, Tracer):
-            jax.block_until_ready(packed)
-            jax.tree.map(lambda leaf: leaf.delete(), weight)
+        if packed is not weight:
+            free(weight, after=packed)
         return packed
+
+    def free(weight: Any, *, after: Any) -> None:
+        if consume and not isinstance(weight, Tracer):
+            jax.block_until_ready(after)
+            jax.tree.map(lambda leaf: leaf.delete(), weight)
 
     def pack_layer(layer: layers.LayerParams) -> layers.LayerParams:
         return {
@@ -185,8 +232,15 @@ def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> P
     made = dict(params)
     if "layers" in params:
         made["layers"] = tuple(map(pack_layer, params["layers"]))
+    embedding = params.get("embedding")
     if "head" in params:
         made["head"] = pack(params["head"], 1)
+    elif isinstance(embedding, TiedEmbedding):
+        made["embedding"] = TiedEmbedding(head=pack(embedding.head, 1))
+    elif embedding is not None and jax.default_backend() == "cpu":
+        head = embedding.T
+        free(embedding, after=head)
+        made["embedding"] = TiedEmbedding(head=pack(head, 1))
     return made
 
 
@@ -194,7 +248,11 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     """Hidden states `[B, T, E]` of `tokens` `[B, T]`; ids outside the vocabulary are clipped into
     it.
     """
-    return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
+    embedding = params["embedding"]
+    if isinstance(embedding, TiedEmbedding):
+        return embedding.rows(tokens)
+    embedding, tokens = read_only_there(embedding, tokens)
+    return jnp.take(embedding, tokens, axis=0, mode="clip")
 
 
 def run_layers(
@@ -324,22 +382,25 @@ def head(
     first unless they already are."""
     return kernels.product(
         hidden,
-        params["head"] if "head" in params else params["embedding"].T,
+        head_weight(params),
         norm=None if is_normed else params["final_norm"],
         epsilon=config.norm_epsilon,
         dtype=jnp.float32,
     )
 
 
-def head_rows(config: ModelConfig, params: Params, tokens: jax.Array) -> jax.Array:
+def head_weight(params: Params) -> Any:
+    """The head `[E, V]`, an array or a `PackedWeight`; if it is tied, the transposed embedding."""
+    if "head" in params:
+        return params["head"]
+    embedding = params["embedding"]
+    return embedding.head if isinstance(embedding, TiedEmbedding) else embedding.T
+
+
+def head_rows(params: Params, tokens: jax.Array) -> jax.Array:
     """The head's weights `[..., E]` for each of `tokens` `[...]`; for a tied head, those of the
     embedding. Ids outside the vocabulary are clipped into it."""
-    tokens = jnp.clip(tokens, 0, config.vocab_size - 1)
-    if config.is_tied or "head" not in params:
-        return jnp.take(params["embedding"], tokens, axis=0, mode="clip")
-    if isinstance(params["head"], PackedWeight):
-        return params["head"].columns(tokens)
-    return jnp.moveaxis(jnp.take(params["head"], tokens, axis=1, mode="clip"), 0, -1)
+    return columns(params["head"], tokens) if "head" in params else embed(params, tokens)
 
 
 def forward(

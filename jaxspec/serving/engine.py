@@ -44,7 +44,12 @@ from jax.core import Tracer
 
 from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode.settings import check_draft_length, default_draft_length, make_loop
+from jaxspec.decode.settings import (
+    check_draft_length,
+    default_draft_length,
+    make_loop,
+    warn_of_long_rows,
+)
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
@@ -183,6 +188,7 @@ class ServingEngine:
             max_length=max_length,
             prefill_chunk=prefill_chunk,
         )
+        warn_of_long_rows(target, drafter, max_length)
         self.shape = loop.shape
         self.draft_length = draft_length if drafter is not None else 0
         # Prompts are prefilled by the same functions, in a state of one row.

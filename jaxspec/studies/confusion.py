@@ -260,7 +260,7 @@ class ConfusionBench(PairBench):
     ) -> list[Outputs]:
         import torch
 
-        hf = HuggingFace.load(self.target, self.draft, dtype=self.dtype or "float32")
+        hf = HuggingFace.load(self.target, self.draft, dtype=target.dtype.name)
         eos = list(target.eos_token_ids)
         ends = {"eos_token_id": eos, "pad_token_id": eos[0], "max_new_tokens": self.max_tokens}
         runs: dict[str, Callable[..., list[list[int]]]] = {

@@ -58,8 +58,8 @@ class Study(WorkloadOptions):
     """For models without trained weights (`random:PRESET`): draft what the target will emit, each
     token right with this probability, at the cost of the draft model."""
     dtype: Dtype | None = None
-    """Dtype of parameters, compute and cache; default float32 on a CPU, otherwise the
-    checkpoint's."""
+    """Dtype of parameters, compute and cache; default: the checkpoint's (on a CPU float32 for
+    float16, for the embedded pair and for random presets)."""
     seed: int = 0
     """Seed of arrivals and of random prompts."""
 

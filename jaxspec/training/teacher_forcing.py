@@ -50,7 +50,7 @@ def target_parts(config: ModelConfig, params: Params) -> TargetParts:
     return TargetParts(
         final_norm=lambda hidden: rms_norm(hidden, params["final_norm"], config.norm_epsilon),
         head=functools.partial(decoder.head, config, params, is_normed=True),
-        head_rows=functools.partial(decoder.head_rows, config, params),
+        head_rows=functools.partial(decoder.head_rows, params),
     )
 
 

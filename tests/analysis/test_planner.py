@@ -41,6 +41,7 @@ from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import measure_parts, num_bytes
 from jaxspec.engine.plan import PlanBytes, PlannedRun, PlanSettings
 from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled, Rejection
@@ -463,6 +464,70 @@ def test_a_plan_makes_its_engine():
         Engine.from_plan(other, target, drafter)
     for line in ("jaxspec.load_model", "jaxspec.DraftModel", "draft_length=2"):
         assert line in found.code
+
+
+@pytest.mark.parametrize(("dtype", "is_tied"), [("bfloat16", True), ("float32", False)])
+def test_a_plan_takes_what_its_engine_takes(dtype, is_tied):
+    """To the byte, temporaries and packed weights too: one counter, with the kernels that run."""
+    target = toy.model(num_layers=1, dtype=dtype, is_tied=is_tied, kernels=default_kernels())
+    search = Search(draft_lengths=(2,), prefill_chunks=(32,), kv_dtypes=(None,))
+    options = {"batch": 4, "context": 100, "search": search, "scheduler": "static"}
+    found = plan_memory(target, None, GIB, drafter="ngram", keep=1.0, **options)
+    engine = Engine.from_plan(found, target, "ngram")
+    total = found.chosen.bytes.total_bytes
+    assert bytes_of(engine.executor.loop).to_json() == found.chosen.bytes.to_json()
+    assert engine.memory.weights_bytes == num_bytes(target.params)
+    # What the plan says is enough for an engine, and a byte less is not.
+    shape = {**found.engine_options, "batch_size": 9}
+    assert Engine(target, "ngram", budget_bytes=total, **shape).shape.batch_size == 4
+    assert Engine(target, "ngram", budget_bytes=total - 1, **shape).shape.batch_size == 3
+
+
+@pytest.mark.system
+def test_no_plan_takes_less_than_the_smallest_that_works(monkeypatch):
+    """With estimates that are far too low for some programs and far too high for others."""
+    target = toy.model(num_layers=2, kernels=default_kernels())
+    search = dataclasses.replace(SMALL, draft_lengths=(0, 2, 3))
+    options = {"batch": 4, "context": 300, "search": search, "drafter": "ngram"}
+    real = planned_bytes.LoopBytes.compiled
+
+    def compiled(self, settings, compiles):
+        added, programs = real(self, settings, "short")
+        return added * (1 + 8 * (settings.prefill_chunk == 128)), programs
+
+    monkeypatch.setattr(planned_bytes.LoopBytes, "compiled", compiled)
+    with pytest.raises(SettingError, match="the smallest that works is") as refused:
+        plan_memory(target, None, num_bytes(target.params) + 1, **options)
+    least = int(str(refused.value).split(" bytes), with")[0].split("(")[-1])
+    assert "batch 1, max_length 384, no drafter, chunks of 32" in str(refused.value)
+    assert plan_memory(target, None, least, **options).chosen.bytes.total_bytes == least
+    for budget in (least - 1, least - 10**5):
+        with pytest.raises(SettingError, match=rf"the smallest that works is .*\({least} bytes"):
+            plan_memory(target, None, budget, **options)
+    for budget in (int(1.1 * least), 5 * least):
+        found = plan_memory(target, None, budget, keep=1.0, **options)
+        assert least <= found.chosen.bytes.total_bytes <= budget
+
+
+def test_what_is_loaded_is_planned_for_this_machine():
+    loaded = make_planner(toy.model(num_layers=1, kernels=default_kernels())).request
+    assert loaded.is_here
+    assert not make_planner().request.is_here
+    assert make_planner(device=HERE).request.is_here
+    named = dataclasses.replace(describe(TARGET), dtype_here="bfloat16")
+    for device, dtype_here, dtype in (
+        (HERE, "bfloat16", "bfloat16"),
+        (HERE, None, "float32"),
+        ("h200", "float32", "bfloat16"),
+    ):
+        target = dataclasses.replace(named, dtype_here=dtype_here)
+        request = make_planner(target=TARGET, device=device, given_dtype=None).request
+        assert dataclasses.replace(request, target=target).dtype == dtype
+    # XLA on a CPU would turn bfloat16 weights into float32 ones for another device's programs.
+    ngram = make_planner(draft=None, given_dtype="bfloat16")
+    request = dataclasses.replace(ngram.request, drafter=jaxspec.NGram())
+    programs = planned_bytes.LoopBytes(request=request, say=print)
+    assert programs._programs_dtype == "float32"
 
 
 def test_bad_input_is_refused():

@@ -29,6 +29,7 @@ from jaxspec.checkpoint.manifest import FileChecksum, check_files, read_manifest
 from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
 from jaxspec.errors import CheckpointError, DamagedError, ModelError
 from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -109,7 +110,6 @@ def test_a_saved_model_comes_back_bit_for_bit(dtype, tmp_path):
 
 def test_dtypes(tmp_path):
     save_model(tiny_model("bfloat16"), tmp_path / "saved")
-    assert load_model(tmp_path / "saved").dtype == jnp.float32  # on a CPU
     for name, dtype in {"bf16": jnp.bfloat16, "fp16": jnp.float16, "fp32": jnp.float32}.items():
         assert load_model(tmp_path / "saved", dtype=name).dtype == dtype
         assert load_model(tmp_path / "saved", dtype=dtype).dtype == dtype
@@ -117,10 +117,35 @@ def test_dtypes(tmp_path):
         load_model(tmp_path / "saved", dtype="int8")
 
 
-def test_an_accelerator_keeps_the_dtype_of_the_checkpoint(tmp_path, monkeypatch):
-    save_model(tiny_model("bfloat16"), tmp_path / "saved")
+def test_a_model_is_loaded_in_the_dtype_of_its_checkpoint(tmp_path, monkeypatch, caplog):
+    """Except what the kernels of a CPU do not multiply, which is said once."""
+    for dtype in ("float32", "bfloat16", "float16"):
+        save_model(tiny_model(dtype), tmp_path / dtype)
+        widened = "bfloat16" if dtype == "bfloat16" and default_kernels() == "native" else "float32"
+        for kernels, expected in ((None, widened), ("xla", "float32"), ("xla", "float32")):
+            caplog.clear()
+            loaded = load_model(tmp_path / dtype, kernels=kernels)
+            assert loaded.dtype == expected
+            assert loaded.dtype == loaded.init_cache(1, 128).dtype
+    assert caplog.text == ""  # it was said before
+    checkpoint._say_widened.cache_clear()
+    load_model(tmp_path / "float16", kernels="xla")
+    [said] = caplog.messages
+    assert said.startswith(f"{tmp_path / 'float16'} is stored in float16 and is loaded as float32")
+    load_model(tmp_path / "float16", kernels="xla", dtype="float16")
+    assert caplog.messages == [said]
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert load_model(tmp_path / "saved").dtype == jnp.bfloat16
+    for dtype in ("bfloat16", "float16"):
+        assert load_model(tmp_path / dtype).dtype == dtype
+
+
+def test_the_embedded_pair_and_presets_are_float32_on_a_cpu(monkeypatch):
+    for name in ("demo-target", "demo-draft"):
+        assert load_model(name).dtype == jnp.float32
+    monkeypatch.setattr(resolve.registry, "random_model", lambda preset, *, dtype, **_: dtype)
+    assert load_model("random:vicuna-68m") == jnp.float32
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert load_model("random:vicuna-68m") == jnp.bfloat16
 
 
 def test_sharding(tmp_path):

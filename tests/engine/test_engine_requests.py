@@ -26,6 +26,8 @@ from jaxspec import (
     Static,
 )
 from jaxspec.engine import core
+from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 BATCH_SIZE = 2
@@ -403,6 +405,50 @@ def test_other_weights_need_no_new_trace():
     half = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), new.params)
     with pytest.raises(SettingError, match=r"bfloat16\[.*compiled for float32"):
         engine.update_params(target=half)
+
+
+@pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
+def test_other_weights_of_tied_models_bring_their_own_head(kernels):
+    made = [toy.model(seed=seed, is_tied=True, kernels=kernels, num_layers=1) for seed in range(4)]
+    shape = {"draft_length": 2, "batch_size": BATCH_SIZE, "max_length": 128, "prefill_chunk": 16}
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = [
+        [(c.token_ids, c.acceptance) for c in each.generate(PROMPTS, params)]
+        for each in (
+            Engine(made[0], DraftModel(made[1]), **shape),
+            Engine(made[2], DraftModel(made[3]), **shape),
+        )
+    ]
+    engine = Engine(made[0], DraftModel(made[1]), **shape)
+    stored = [unpacked(model.params) for model in made]
+    assert "head" not in stored[0]  # as `save_model` writes it
+    with_heads = [{**each, "head": each["embedding"].T} for each in stored]
+    packed = [model.params for model in made]
+    for forms in (stored, with_heads, packed):
+        for pair in (1, 0):
+            engine.update_params(target=forms[2 * pair], draft=forms[2 * pair + 1])
+            found = [(c.token_ids, c.acceptance) for c in engine.generate(PROMPTS, params)]
+            assert found == expected[pair]
+    assert engine.executor.compile_counts()["run"] == 1
+
+    old_head = {**stored[2], "head": stored[0]["embedding"].T}
+    for name, part in (("target", "the target toy0"), ("draft", "the drafter toy1")):
+        with pytest.raises(SettingError, match=f"config of {part} says that its head is tied"):
+            engine.update_params(**{name: old_head})
+    missing = {name: leaf for name, leaf in with_heads[2].items() if name != "embedding"}
+    for given, message in (
+        (missing, r"nothing at \['embedding'\] instead of float32\[61, 32\]"),
+        ({**stored[2], "bias": jnp.zeros(3)}, r"float32\[3\] at \['bias'\] instead of nothing"),
+        ({**stored[2], "layers": list(stored[2]["layers"])}, "the same arrays in other containers"),
+        (
+            {**stored[2], "final_norm": jnp.ones(31)},
+            r"float32\[31\] at \['final_norm'\], and the engine was compiled for float32\[32\]",
+        ),
+    ):
+        with pytest.raises(SettingError, match=message):
+            engine.update_params(target=given)
+    found = [(c.token_ids, c.acceptance) for c in engine.generate(PROMPTS, params)]
+    assert found == expected[0]  # what was refused changed nothing
 
 
 def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, monkeypatch):

@@ -7,11 +7,14 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import Engine, SamplingParams
+from jaxspec import DraftModel, Engine, SamplingParams
+from jaxspec.decode import settings
 from jaxspec.decode.settings import make_loop
-from jaxspec.engine.executor import Executor
+from jaxspec.engine.executor import Executor, make_executor
 from jaxspec.errors import SettingError
+from jaxspec.models.config import RopeConfig
 from jaxspec.requests.requests import make_requests
+from jaxspec.serving.engine import ServingEngine
 from jaxspec.types import Finish
 
 PROMPTS = toy.prompts((3, 20))
@@ -130,3 +133,36 @@ def test_every_program_is_compiled_once(filled):
     filled.run(2)
     counts = filled.compile_counts()
     assert [counts[name] for name in ("init", "admit", "prefill", "run")] == [1] * 4
+
+
+def test_rows_longer_than_a_model_was_trained_for_are_said_once(caplog):
+    settings._say_too_long.cache_clear()
+    target = toy.model(num_layers=1)  # 512 tokens
+    draft = toy.model(seed=1, num_layers=1, max_length=256)
+    extended = toy.model(
+        seed=2,
+        num_layers=1,
+        max_length=100,
+        rope=RopeConfig(
+            theta=1e4, rotary_size=8, scaling="yarn", factor=4.0, original_max_length=128
+        ),
+    )
+
+    def said(target, drafter, max_length):
+        caplog.clear()
+        make_executor(target, drafter, batch_size=1, max_length=max_length)
+        return caplog.messages
+
+    assert said(target, DraftModel(draft), 256) == []
+    [of_draft] = said(target, DraftModel(draft), 512)
+    assert of_draft.startswith("max_length 512 was given, and the draft model toy1 was trained")
+    assert "for 256 tokens" in of_draft
+    [of_target] = said(target, DraftModel(draft, kv_window=128), 513)[:1]
+    assert of_target.startswith("max_length 513 was given, and the target toy0 was trained for 512")
+    assert said(target, DraftModel(draft), 513) == []  # both were said
+    assert said(extended, None, 512) == []
+    assert "the target toy2 was trained for 512 tokens" in said(extended, None, 640)[0]
+    settings._say_too_long.cache_clear()
+    caplog.clear()
+    ServingEngine(target, None, batch_size=1, max_length=1024)
+    assert len(caplog.messages) == 1

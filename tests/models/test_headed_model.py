@@ -1,14 +1,20 @@
 """The head of a model in two steps, and what it knows of a token: whole, packed and tied."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
 
-from jaxspec.kernels.base import PackedWeight, unpacked
+from jaxspec import SettingError
+from jaxspec.engine.memory import num_bytes
+from jaxspec.kernels.base import PackedWeight, TiedEmbedding, unpacked
 from jaxspec.kernels.registry import default_kernels
-from jaxspec.models.base import HeadedModel
+from jaxspec.models import decoder
+from jaxspec.models.base import HeadedModel, LanguageModel
+from jaxspec.models.prefill import chain_window
 
 
 @pytest.mark.parametrize("kernels", ["xla", default_kernels()])
@@ -39,3 +45,95 @@ def test_an_untied_head_that_is_packed_is_not_unpacked_for_a_few_rows():
     params = {**model.params, "head": PackedWeight(data=data, shape=(32, 61), num_input_axes=1)}
     program = jax.make_jaxpr(model.head_rows)(params, jnp.zeros((2,), jnp.int32))
     assert max(out.aval.size for eqn in program.eqns for out in eqn.outvars) <= 2 * 32
+
+
+def stored(model):
+    """The parameters of a model in the form in which checkpoints have them."""
+    shapes = decoder.param_shapes(model.config)
+    params = unpacked(model.params)
+    assert jax.tree.map(jnp.shape, params) == shapes
+    return params
+
+
+@pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_a_tied_model_keeps_its_embedding_once_and_computes_the_same_bits(kernels, dtype):
+    tied = toy.model(kernels=kernels, dtype=dtype, is_tied=True, num_layers=1)
+    params = stored(tied)
+    embedding = tied.params["embedding"]
+    assert isinstance(embedding, TiedEmbedding)
+    assert "head" not in tied.params
+    assert (embedding.shape, embedding.dtype) == ((61, 32), dtype)
+    assert num_bytes(embedding) <= 64 * 32 * dtype.dtype.itemsize  # panels of 16 columns
+    # What it was made of: a table and a head.
+    config = dataclasses.replace(tied.config, is_tied=False)
+    both = LanguageModel(
+        name="both",
+        config=config,
+        params={**params, "head": params["embedding"].T},
+        kernels=kernels,
+    )
+    assert num_bytes(both.params) > num_bytes(tied.params)
+    tokens = jnp.asarray([[0, 15, 16, -1, 60, 61, 10**6]], jnp.int32)
+    found = {}
+    for model in (both, tied):
+        window = chain_window(jnp.zeros((1,), jnp.int32), tokens.shape[1])
+        cache = model.init_cache(1, 128)
+        hidden, cache = jax.jit(model.forward)(model.params, tokens, window, cache)
+        found[model.name] = [
+            jax.jit(decoder.embed)(model.params, tokens),
+            hidden,
+            jax.jit(model.logits)(model.params, hidden),
+            jax.jit(model.head_rows)(model.params, tokens),
+        ]
+    for one, other in zip(*found.values(), strict=True):
+        np.testing.assert_array_equal(np.asarray(one, np.float32), np.asarray(other, np.float32))
+
+
+@pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
+def test_a_tied_model_may_be_made_again_from_any_form_of_its_parameters(kernels):
+    model = toy.model(kernels=kernels, is_tied=True, num_layers=1)
+    params = stored(model)
+    for given in (model.params, params, {**params, "head": params["embedding"].T}):
+        again = dataclasses.replace(model, params=given, kernels="xla")
+        jax.tree.map(np.testing.assert_array_equal, stored(again), params)
+        jax.tree.map(np.testing.assert_array_equal, model.pack(again.params), model.params)
+    again.check_params()
+    shapes = jax.eval_shape(lambda: dataclasses.replace(model, params=params).params)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, model.params)
+
+
+def test_a_head_that_is_not_the_embeddings_is_refused_where_the_config_says_tied():
+    model = toy.model(is_tied=True, num_layers=1)
+    params = stored(model)
+    others = {
+        "other": params["embedding"].T.at[3, 5].add(1),
+        "not transposed": params["embedding"],
+        "packed": toy.model(kernels=default_kernels(), is_tied=False, num_layers=1, seed=1).params[
+            "head"
+        ],
+    }
+    for head in others.values():
+        with pytest.raises(SettingError, match="toy0 says that its head is tied"):
+            dataclasses.replace(model, params={**params, "head": head})
+
+
+@pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_no_loop_converts_the_whole_embedding_to_float32(kernels, is_tied):
+    """As XLA:CPU does ahead of a loop that reads bfloat16."""
+    model = toy.model(
+        kernels=kernels, dtype=jnp.bfloat16, is_tied=is_tied, num_layers=1, vocab_size=1009
+    )
+
+    def sums(params, tokens, read):
+        def body(i, total):
+            return total + read(params, tokens + i).astype(jnp.float32)
+
+        return jax.lax.fori_loop(0, 5, body, jnp.zeros((2, 32)))
+
+    for read in (decoder.embed, decoder.head_rows):
+        program = jax.jit(sums, static_argnums=2)
+        tokens = jnp.zeros((2,), jnp.int32)
+        compiled = program.lower(model.params, tokens, read).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < 1009 * 32 * 2

@@ -20,6 +20,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import SESSION_PROGRAMS
 from jaxspec.engine.round_times import RoundKind, RoundTimes
 from jaxspec.errors import SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
@@ -206,6 +208,27 @@ def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
     four.update_params(target=old)
     assert token_ids(four.generate(prompts, PARAMS)) == expected
     assert four.executor.compile_counts()["run"] == 1
+
+
+def test_a_tied_model_keeps_its_embedding_once_and_takes_new_weights(prompts):
+    kernels = default_kernels()
+    made = [
+        toy.model(seed=seed, vocab_size=64, num_kv_heads=4, is_tied=True, kernels=kernels)
+        for seed in (0, 5)
+    ]
+    drafter = jaxspec.DraftModel(made[0])
+    shape = {"batch_size": 2, "max_length": 256, "prefill_chunk": 64}
+    alone = [Engine(each, drafter, **shape).generate(prompts, PARAMS) for each in made]
+    mesh = jax.make_mesh((1, 4), ("data", "model"))
+    on_mesh = Engine(made[0], drafter, mesh=mesh, **shape)
+    head = on_mesh.executor.params["target"]["embedding"].head
+    assert head.sharding.shard_shape(head.shape) == (head.shape[0], head.shape[1] // 4)
+    assert "head" not in on_mesh.executor.params["target"]
+    for number, given in ((0, None), (1, unpacked(made[1].params)), (0, made[0].params)):
+        if given is not None:
+            on_mesh.update_params(target=given)
+        found = on_mesh.generate(prompts, PARAMS)
+        assert_equal_or_ties(made[number], found, alone[number])
 
 
 def test_two_by_four(one, prompts):

@@ -150,11 +150,11 @@ class LoopBytes:
     def _programs_dtype(self) -> str | None:
         """In which programs are compiled: as they are, or, for a device of another kind, in
         float32. XLA:CPU turns whole weights in fewer bytes into float32 ones, a GPU does not. The
-        parameters of a drafter that is planned as it is have the dtype that they have, but
-        FlexDraft's are shapes."""
+        parameters of a drafter that is planned as it is have the dtype that they have, but n-grams
+        have none and FlexDraft's are shapes."""
         drafter = self.request.drafter
-        is_own = self.request.is_here or not isinstance(drafter, (ShapeFlexDraft, type(None)))
-        return None if is_own else "float32"
+        is_fixed = not isinstance(drafter, (ShapeFlexDraft, type(None))) and drafter.params != ()
+        return None if self.request.is_here or is_fixed else "float32"
 
     def programs(
         self, settings: PlanSettings, layers: Layers | None = None

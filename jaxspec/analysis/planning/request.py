@@ -86,14 +86,16 @@ class Described:
     Attributes:
       name: as `load_model` takes it.
       config: architecture.
-      dtype: of a model that is loaded; None where the plan chooses it.
+      dtype: of a model that is given; None where the plan chooses it.
       kernels: likewise.
+      dtype_here: in which `load_model` loads the name on this machine; None for presets.
     """
 
     name: str
     config: ModelConfig
     dtype: str | None = None
     kernels: KernelsName | None = None
+    dtype_here: str | None = None
 
 
 def describe(model: LanguageModel | ModelConfig | str) -> Described:
@@ -110,7 +112,7 @@ def describe(model: LanguageModel | ModelConfig | str) -> Described:
         if preset in PRESETS:
             return Described(name=f"random:{preset}", config=PRESETS[preset])
         loaded = load_model(model)
-        return Described(name=model, config=loaded.config)
+        return Described(name=model, config=loaded.config, dtype_here=loaded.dtype.name)
     check_kind("model", model, LanguageModel, "a LanguageModel, a ModelConfig, or a name")
     return Described(
         name=model.name, config=model.config, dtype=model.dtype.name, kernels=model.kernels
@@ -218,15 +220,24 @@ class PlanRequest:
     search: Search
 
     @property
+    def is_loaded(self) -> bool:
+        """Whether the target is a model that is loaded, so that its engine runs on this machine,
+        whatever the device whose speed is predicted."""
+        return self.target.kernels is not None
+
+    @property
     def is_here(self) -> bool:
-        """Whether the device is this machine's, so that its programs can be compiled as they will
-        run."""
-        return not self.is_datasheet or jax.default_backend() == "gpu"
+        """Whether the engine runs on this machine, so that its programs can be compiled as they
+        will run."""
+        return not self.is_datasheet or jax.default_backend() == "gpu" or self.is_loaded
 
     @property
     def dtype(self) -> str:
         """Of the target's weights."""
-        default = "float32" if self.is_here and jax.default_backend() == "cpu" else "bfloat16"
+        default = "bfloat16"
+        if self.is_here:
+            of_preset = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+            default = self.target.dtype_here or of_preset
         return parse_dtype(self.given_dtype or self.target.dtype or default).name
 
     @functools.cached_property

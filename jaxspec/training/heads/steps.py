@@ -74,9 +74,8 @@ def init_heads(
             for part in ("query", "key"):
                 connection[part] = identity + normal(width, width)
     if not config.shares_head:
-        head = params["head"] if "head" in params else params["embedding"].T
         for own in made["heads"]:
-            own["head"] = _as_fp32(head)
+            own["head"] = _as_fp32(decoder.head_weight(params))
     return made
 
 
