@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import numpy as np
 
@@ -83,7 +83,7 @@ def as_prompt(prompt: Any, name: str) -> PlainPrompt:
     return ids  # pyright: ignore[reportReturnType]
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: Any) -> TypeGuard[Sequence[Any]]:
     return isinstance(value, Sequence) and not isinstance(
         value, (str, bytes, bytearray, memoryview)
     )
@@ -198,8 +198,7 @@ def _without_padding(encoded: Mapping[str, Any], name: str) -> list[Any]:
 def _checked(message: Message, index: int, name: str) -> Message:
     """A message with text as its content."""
     where = f"Message {index} of {name[:1].lower()}{name[1:]}"
-    role: Any = message.get("role")
-    content: Any = message.get("content")
+    role, content = message.get("role"), message.get("content")
     if not isinstance(role, str) or not role:
         raise PromptError(
             f"{where} has no 'role'; give messages like {{'role': 'user', 'content': 'Hello'}}."
