@@ -172,7 +172,8 @@ def warn_of_long_rows(target: Model, drafter: Drafter | None, max_length: int) -
     ):
         config = getattr(model, "config", None)
         if isinstance(config, ModelConfig) and max_length > config.context_length:
-            _say_too_long(f"{role} {model.name}", config.context_length, max_length, effect)
+            name = f"{role} {getattr(model, 'name', '')}"
+            _say_too_long(name, config.context_length, max_length, effect)
 
 
 @functools.cache
