@@ -38,7 +38,7 @@ from jaxspec.types import PyTree
 CHECKPOINT = "checkpoint.msgpack"
 LOG = "log.jsonl"
 RESULT = "result.json"
-LARGEST_RATE = 1e6  # of learning rates and weight decay; no run survives one near it
+LARGEST_RATE = 3e38  # of learning rates and weight decay, in fp32
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 Report: TypeAlias = Callable[[int, dict[str, float], int], None]

@@ -608,7 +608,7 @@ def test_a_target_without_layers_is_refused(target):
     [
         ({"mode": "both"}, "The mode 'both' was given"),
         ({"rule": "sum"}, "The rule 'sum' was given"),
-        ({"confidence": 1.5}, "A confidence of 1.5 was given"),
+        ({"confidence": 1.5}, "confidence 1.5 was given; it must be a probability"),
         ({"block_size": 1}, "A block_size of 1 was given"),
     ],
 )

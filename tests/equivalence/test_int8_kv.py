@@ -254,7 +254,7 @@ def test_an_unknown_dtype_and_a_model_with_a_cache_of_its_own_are_refused():
     class Own:
         name = "a model of mine"
         params, vocab_size, eos_token_ids, tokenizer = None, 9, (), None
-        init_cache = forward = logits = None
+        init_cache = forward = logits = lambda *_: None
 
     with pytest.raises(SettingError, match="a model of mine, which makes its cache itself"):
         DraftModel(Own(), kv_dtype="int8")

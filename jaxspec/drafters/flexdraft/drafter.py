@@ -444,7 +444,7 @@ def _other_target(name: str, target: Model, what: str, mine: Any, theirs: Any) -
 def check_params(config: FlexConfig, params: PyTree, name: str) -> None:
     """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
     dtype."""
-    if not are_arrays(params):
+    if not are_arrays(params, may_be_shapes=True):
         raise ModelError(
             f"The FlexDraft weights {name} were given params that are not a pytree of arrays; give "
             "them the parameters of their config."
