@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ModelError
-from jaxspec.runtime.files import LARGEST_TEXT_BYTES
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _WRAPPERS = {
@@ -229,9 +229,9 @@ def _given(path: Path) -> Given:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    if why_unreadable(path, largest_bytes=LARGEST_TEXT_BYTES) is not None:  # a pipe, for example
+        return {}
     try:
-        if path.stat().st_size > LARGEST_TEXT_BYTES:
-            return {}
         fields = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
@@ -240,6 +240,8 @@ def _json(path: Path) -> dict[str, Any]:
 
 def _dtypes(path: Path) -> dict[str, str]:
     """Dtype by name of a safetensors file's tensors."""
+    if why_unreadable(path) is not None:
+        return {}
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
@@ -252,9 +254,9 @@ def _dtypes(path: Path) -> dict[str, str]:
 
 
 def _first_bytes(path: Path, count: int) -> bytes:
+    if why_unreadable(path) is not None:
+        return b""
     try:
-        if not path.is_file():
-            return b""
         with path.open("rb") as file:
             return file.read(count)
     except OSError:
