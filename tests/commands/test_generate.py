@@ -306,6 +306,8 @@ def test_a_sampled_run_resumes_under_another_drafter(cli, models, prompts, sampl
         ("--min-p", 0.1),
         ("--n", 1),
         ("--presence-penalty", 0.1),
+        ("--logit-bias", '{"5": 1}'),
+        ("--allowed-token-ids", 5, 6),
         ("--verifier", "block"),
     ],
 )
