@@ -124,8 +124,7 @@ def chain_prefix(rows: BatchView, tokens: jax.Array) -> DraftContext:
 
 def is_greedy(rows: BatchView) -> jax.Array:
     """Bool scalar: whether every row takes the arg max of its unadjusted logits."""
-    is_sampled = jnp.any(rows.sampling.temperature > 0)
-    return ~(is_sampled | is_penalised(rows) | is_biased(rows.sampling))
+    return ~(jnp.any(rows.sampling.temperature > 0) | is_adjusted(rows))
 
 
 def neutral_sampling(num_rows: int) -> RowSampling:
@@ -174,6 +173,11 @@ def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
     )
 
 
+def is_adjusted(rows: BatchView) -> jax.Array:
+    """Bool scalar: whether `adjust` changes the logits of some row."""
+    return is_biased(rows.sampling) | is_penalised(rows)
+
+
 def is_biased(sampling: RowSampling) -> jax.Array:
     """Bool scalar: whether some row has a bias; the first of its tokens is then no padding."""
     return jnp.bool_(False) if sampling.bias is None else jnp.any(sampling.bias.tokens[:, 0] >= 0)
@@ -194,8 +198,12 @@ def adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     Sources: repetition penalty, CTRL (1909.05858) over prompt and output as in Hugging Face;
     presence and frequency penalty over the output, as in vLLM.
     """
-    biased = add_bias(logits, rows.sampling)
-    return lax.cond(is_penalised(rows), lambda: _penalise(biased, rows, prefix), lambda: biased)
+
+    def change() -> jax.Array:
+        biased = add_bias(logits, rows.sampling)
+        return lax.cond(is_penalised(rows), lambda: _penalise(biased, rows, prefix), lambda: biased)
+
+    return lax.cond(is_adjusted(rows), change, lambda: logits.astype("float32"))
 
 
 def add_bias(logits: jax.Array, sampling: RowSampling) -> jax.Array:
