@@ -1,8 +1,9 @@
 """From logits to tokens: the distribution of each row, and keyed draws from it.
 
 The order of operations is the same everywhere, for the target's tokens, drafts, bonus tokens and
-residuals. It is Hugging Face's, with vLLM's penalties:
+residuals. It is Hugging Face's, with vLLM's biases and penalties:
 
+    logit_bias, allowed_token_ids                                  `adjust`
     repetition, presence, frequency penalty -> min_tokens          `adjust`
     temperature -> top-k -> top-p -> min-p                         `filtered_logits`
 
@@ -127,7 +128,7 @@ def is_greedy(rows: BatchView) -> jax.Array:
 
 
 def neutral_sampling(num_rows: int) -> RowSampling:
-    """Greedy rows without filters, penalties or a minimum length; use `replace` to change
+    """Greedy rows without filters, biases, penalties or a minimum length; use `replace` to change
     fields."""
 
     def full(value: float, dtype: Any = jnp.float32) -> jax.Array:
@@ -154,7 +155,14 @@ def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
     def unless_out(values: jax.Array, neutral: float) -> jax.Array:
         return jnp.where(is_out, jnp.array(neutral, values.dtype), values)
 
+    bias = sampling.bias
+    if bias is not None:
+        bias = bias.replace(
+            tokens=jnp.where(is_out[:, None], -1, bias.tokens),
+            is_exclusive=bias.is_exclusive & ~is_out,
+        )
     return sampling.replace(
+        bias=bias,
         temperature=unless_out(sampling.temperature, 0),
         top_k=unless_out(sampling.top_k, 0),
         top_p=unless_out(sampling.top_p, 1),
@@ -166,6 +174,16 @@ def as_greedy(sampling: RowSampling, is_out: jax.Array) -> RowSampling:
 
 
 def is_adjusted(rows: BatchView) -> jax.Array:
+    """Bool scalar: whether `adjust` changes the logits of some row."""
+    return is_biased(rows.sampling) | is_penalised(rows)
+
+
+def is_biased(sampling: RowSampling) -> jax.Array:
+    """Bool scalar: whether some row has a bias; the first of its tokens is then no padding."""
+    return jnp.bool_(False) if sampling.bias is None else jnp.any(sampling.bias.tokens[:, 0] >= 0)
+
+
+def is_penalised(rows: BatchView) -> jax.Array:
     """Bool scalar: whether some row has a penalty, or has not reached its minimum length."""
     s = rows.sampling
     has_penalty = (s.repetition_penalty != 1) | (s.presence_penalty != 0)
@@ -174,18 +192,45 @@ def is_adjusted(rows: BatchView) -> jax.Array:
 
 
 def adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
-    """Logits `[B, T, V]` after penalties and `min_tokens`. They are exact while drafting: every
-    node's penalties count the drafted tokens before it as if they were committed.
+    """Logits `[B, T, V]` after biases, penalties and `min_tokens`. They are exact while drafting:
+    every node's penalties count the drafted tokens before it as if they were committed.
 
     Sources: repetition penalty, CTRL (1909.05858) over prompt and output as in Hugging Face;
     presence and frequency penalty over the output, as in vLLM.
     """
-    return lax.cond(
-        is_adjusted(rows), lambda: _adjust(logits, rows, prefix), lambda: logits.astype("float32")
-    )
+
+    def change() -> jax.Array:
+        biased = add_bias(logits, rows.sampling)
+        return lax.cond(is_penalised(rows), lambda: _penalise(biased, rows, prefix), lambda: biased)
+
+    return lax.cond(is_adjusted(rows), change, lambda: logits.astype("float32"))
 
 
-def _adjust(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
+def add_bias(logits: jax.Array, sampling: RowSampling) -> jax.Array:
+    """Logits `[B, T, V]` fp32 after `logit_bias` and `allowed_token_ids`, which depend on the row
+    alone. If a model rules out every allowed token, as a drafter with a smaller vocabulary may,
+    the bias alone decides among them."""
+    logits, bias = logits.astype(jnp.float32), sampling.bias
+    if bias is None:
+        return logits
+
+    def add() -> jax.Array:
+        num_rows, _, vocab_size = logits.shape
+        row = jnp.arange(num_rows, dtype=jnp.int32)[:, None]
+        token = jnp.where(bias.tokens < 0, vocab_size, bias.tokens)  # padding is dropped
+        nothing = jnp.zeros((num_rows, vocab_size), jnp.float32)
+        values = nothing.at[row, token].set(bias.values, mode="drop")[:, None]
+        is_listed = nothing.astype(bool).at[row, token].set(True, mode="drop")[:, None]
+        is_exclusive = bias.is_exclusive[:, None, None]
+        biased = jnp.where(is_listed, logits + values, logits)
+        biased = jnp.where(is_exclusive & ~is_listed, -jnp.inf, biased)
+        none_left = jnp.isneginf(jnp.max(biased, axis=-1, keepdims=True))
+        return jnp.where(is_exclusive & none_left & is_listed, values, biased)
+
+    return lax.cond(is_biased(sampling), add, lambda: logits)
+
+
+def _penalise(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array:
     s, vocab_size = rows.sampling, logits.shape[-1]
     drafted = jax.nn.one_hot(prefix.tokens, vocab_size, dtype=jnp.float32)
     drafted = jnp.einsum("btn,bnv->btv", _broadcast(prefix.is_before, drafted), drafted)
@@ -592,14 +637,15 @@ def draw_block(
         return DraftBlock(greedy_tokens(logits)[0], distributions)
 
     def draw() -> DraftBlock:
-        drawn_from = filtered_logits(logits, rows.sampling)
+        adjusted = add_bias(logits, rows.sampling)
+        drawn_from = filtered_logits(adjusted, rows.sampling)
         if is_noise_shared:
             keys = position_keys(rows.sampling, rows.num_committed[:, None] + node)
         else:
             keys = round_keys(rows, node, Stream.DRAFT)
         is_sampled = (rows.sampling.temperature > 0)[:, None, None]
         noisy = drawn_from + gumbel(keys, vocab_size)
-        tokens = greedy_tokens(jnp.where(is_sampled, noisy, logits))[0]
+        tokens = greedy_tokens(jnp.where(is_sampled, noisy, adjusted))[0]
         return DraftBlock(tokens, sums.softmax(drawn_from) if needs_probs else None)
 
     def draw_one_by_one() -> DraftBlock:
@@ -625,5 +671,5 @@ def draw_block(
     return lax.cond(
         is_greedy(rows),
         take_highest,
-        lambda: lax.cond(is_adjusted(rows), draw_one_by_one, draw),
+        lambda: lax.cond(is_penalised(rows), draw_one_by_one, draw),
     )

@@ -297,6 +297,23 @@ class ScheduleCounts(struct.PyTreeNode, kw_only=True):
     num_slots_moved: jax.Array
 
 
+MAX_BIASED_TOKENS = 300  # per request, as in OpenAI's API
+
+
+class TokenBias(struct.PyTreeNode, kw_only=True):
+    """What each row adds to the logits of some tokens. A row without a bias lists no tokens.
+
+    Attributes:
+      tokens: `[B, MAX_BIASED_TOKENS]` int32, each at most once, padded with -1.
+      values: `[B, MAX_BIASED_TOKENS]` fp32, added to the logits of `tokens`.
+      is_exclusive: `[B]` bool, whether a row may emit the listed tokens only.
+    """
+
+    tokens: jax.Array
+    values: jax.Array
+    is_exclusive: jax.Array
+
+
 class RowSampling(struct.PyTreeNode, kw_only=True):
     """How each row's tokens are drawn, as arrays, so that new values trigger no compilation.
 
@@ -311,6 +328,8 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
       key: `[B, 2]` uint32, threefry key of the request.
       prompt_length: `[B]` int32.
       min_length: `[B]` int32, `num_committed` below which no stop token is drawn.
+      bias: of `logit_bias` and `allowed_token_ids`. None, in a hand-made record, is no bias; a
+        decode loop always sets it.
     """
 
     temperature: jax.Array
@@ -323,6 +342,7 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
     key: jax.Array
     prompt_length: jax.Array
     min_length: jax.Array
+    bias: TokenBias | None = None
 
 
 class BatchView(struct.PyTreeNode, kw_only=True):

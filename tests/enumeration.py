@@ -21,6 +21,7 @@ from jax.experimental import io_callback
 
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import neutral_sampling
 from jaxspec.types import BatchView, Draft
 
@@ -45,6 +46,7 @@ class Case:
       parents: of a tree's nodes, whose siblings are drawn without replacement; None is a chain, by
         the production drafter and through the code for chains.
       holes: nodes of a tree that no token was found for.
+      params: the request's, of which `logit_bias` and `allowed_token_ids` are used.
     """
 
     p: np.ndarray
@@ -55,6 +57,12 @@ class Case:
     min_confidence: float = 0.0
     parents: tuple[int, ...] | None = None
     holes: tuple[int, ...] = ()
+    params: SamplingParams | None = None
+
+    @property
+    def biased_p(self) -> np.ndarray:
+        """`[D, V, V]`, the distribution that the request is to be drawn from."""
+        return biased(self.p, self.params)
 
     @property
     def vocab_size(self) -> int:
@@ -88,8 +96,22 @@ class Case:
         return [(parent, nodes) for parent, nodes in children.items() if nodes]
 
 
-def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
-    """Rows of one request (or of one key `[B, 2]` each) at several lengths."""
+def biased(p: np.ndarray, params: SamplingParams | None) -> np.ndarray:
+    """Distributions `[..., V]` after the biases of a request."""
+    if params is None:
+        return p
+    size = p.shape[-1]
+    allowed = range(size) if params.allowed_token_ids is None else params.allowed_token_ids
+    factor = np.array([np.exp(dict(params.logit_bias).get(token, 0)) for token in range(size)])
+    factor = np.where(np.isin(np.arange(size), allowed), factor, 0)
+    weights = p * factor
+    weights = np.where(weights.sum(-1, keepdims=True) > 0, weights, factor)
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def make_rows(num_committed, *, keys=None, temperature=1.0, params=None) -> BatchView:
+    """Rows of one request (or of one key `[B, 2]` each) at several lengths, with the biases of
+    `params`."""
     num_rows = len(num_committed)
 
     def fill(value, dtype):
@@ -98,6 +120,10 @@ def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
     if keys is None:
         keys = np.tile(sampling.request_key(5), (num_rows, 1))
     num_committed = jnp.asarray(num_committed, jnp.int32)
+    bias = None
+    if params is not None:
+        one = params.of_row(prompt_length=PROMPT_LENGTH).bias
+        bias = jax.tree.map(lambda x: jnp.broadcast_to(x, (num_rows, *np.shape(x))), one)
     return BatchView(
         tokens=jnp.zeros((num_rows, 32), jnp.int32),
         num_committed=num_committed,
@@ -107,6 +133,7 @@ def make_rows(num_committed, *, keys=None, temperature=1.0) -> BatchView:
             temperature=jnp.broadcast_to(jnp.float32(temperature), (num_rows,)),
             key=jnp.asarray(keys),
             prompt_length=fill(PROMPT_LENGTH, jnp.int32),
+            bias=bias,
         ),
     )
 
@@ -275,7 +302,7 @@ class Round:
         for node in range(self.num_nodes):
             key, distribution, confidence = self.bench.draw(
                 jnp.asarray(log(self.q[:, node])),
-                make_rows(PROMPT_LENGTH + self.emitted),
+                make_rows(PROMPT_LENGTH + self.emitted, params=self.case.params),
                 jnp.asarray(self.drafts, jnp.int32),
                 jnp.int32(node),
             )
@@ -305,7 +332,7 @@ class Round:
             max_depth=case.longest - 1,
             is_chain=case.parents is None,
         )
-        rows = make_rows(np.tile(PROMPT_LENGTH + self.emitted, times))
+        rows = make_rows(np.tile(PROMPT_LENGTH + self.emitted, times), params=case.params)
         draws = np.resize(draws, (times, *draws.shape[1:])).reshape(-1, self.num_nodes)
         path, seen = self.bench.verify(
             each(log(self.p)), draft, rows, jnp.asarray(draws, jnp.float32)
@@ -551,7 +578,7 @@ def output_probs(bench: Bench, case: Case, *, num_rounds: int = 2):
         here = paths.length == n
         code = paths.tokens[here, :n] @ (size ** np.arange(n - 1, -1, -1))
         np.add.at(emitted[n], code, weight[here])
-    return complete(emitted, case.p)
+    return complete(emitted, case.biased_p)
 
 
 def what_matters(decisions: Decisions) -> list[np.ndarray]:
@@ -621,7 +648,7 @@ def probs_error(bench: Bench, case: Case, *, num_rounds: int = 2) -> float:
     """Largest difference between the output's distribution and the target's."""
     found = output_probs(bench, case, num_rounds=num_rounds)
     length = num_rounds * case.longest
-    return float(np.abs(found - sequence_probs(case.p, length)).max())
+    return float(np.abs(found - sequence_probs(case.biased_p, length)).max())
 
 
 def expected_accepted(bench: Bench, case: Case) -> float:

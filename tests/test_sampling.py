@@ -12,6 +12,7 @@ import pytest
 
 from jaxspec import sampling
 from jaxspec.decode.round import draft_context
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import BatchView, Draft, DraftContext, RowSampling, Window
 
 INF = float("inf")
@@ -372,6 +373,58 @@ def test_repetition_penalty_is_hugging_faces():
             torch.tensor([tokens]), torch.from_numpy(logits.copy())
         )
         np.testing.assert_allclose(np.asarray(got)[0], theirs.numpy(), rtol=1e-6)
+
+
+def with_biases(rows: BatchView, *params: SamplingParams) -> BatchView:
+    """The batch with the biases of each row's parameters."""
+    each = [one.of_row(prompt_length=1).bias for one in params]
+    bias = jax.tree.map(lambda *values: jnp.stack(values), *each)
+    return rows.replace(sampling=rows.sampling.replace(bias=bias))
+
+
+def test_biases_come_before_penalties_and_leave_other_rows_alone():
+    logits = np.random.default_rng(6).standard_normal((4, 1, 50)).astype(np.float32)
+    logits[3, 0, :2] = 0.0, -0.0
+    penalty = {"repetition_penalty": 2.0}
+    rows = batch(penalty, {}, {}, {}, tokens=[[7, 9]] * 4)
+    rows = with_biases(
+        rows,
+        SamplingParams(logit_bias={7: 5.0, 8: -2}),
+        SamplingParams(allowed_token_ids=[4, 0, 49], logit_bias={0: 3, 5: 100}),
+        SamplingParams(allowed_token_ids=range(50)),
+        SamplingParams(),
+    )
+    got = np.asarray(adjust(jnp.asarray(logits), rows, nothing_drafted(rows)))[:, 0]
+    expected = logits[:, 0].copy()
+    expected[0, 7] += 5
+    expected[0, 8] -= 2
+    for token in (7, 9):  # of the context
+        expected[0, token] *= 0.5 if expected[0, token] > 0 else 2
+    expected[1, 0] += 3
+    expected[1, np.setdiff1d(np.arange(50), [0, 4, 49])] = -INF
+    np.testing.assert_array_equal(got[:3], expected[:3])
+    np.testing.assert_array_equal(got[3].view(np.uint32), expected[3].view(np.uint32))
+
+
+def test_a_greedy_row_takes_the_arg_max_of_its_biased_logits():
+    logits = jnp.zeros((2, 1, 50), jnp.float32).at[:, :, 3].set(8.0)
+    rows = with_biases(
+        batch({"temperature": 0.0}, {"temperature": 0.0}),
+        SamplingParams(logit_bias={11: 9}),
+        SamplingParams(),
+    )
+    assert choose(logits, rows, nothing_drafted(rows))[:, 0].tolist() == [11, 3]
+    out = rows.replace(sampling=sampling.as_greedy(rows.sampling, jnp.array([True, False])))
+    assert [bool(sampling.is_greedy(each)) for each in (rows, out)] == [False, True]
+
+
+def test_a_model_that_rules_out_every_allowed_token_leaves_them_to_the_bias():
+    logits = jnp.full((1, 1, 50), -INF).at[0, 0, 3].set(1.0)
+    params = SamplingParams(allowed_token_ids=[20, 21], logit_bias={21: 1})
+    rows = with_biases(batch({}), params)
+    probs = np.asarray(probs_of(logits, rows, nothing_drafted(rows)))[0, 0]
+    np.testing.assert_allclose(probs[20:22], softmax([0, 1]), rtol=1e-6)
+    assert np.count_nonzero(probs) == 2
 
 
 ASKING = {

@@ -46,9 +46,9 @@ class Finding(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Divergence:
-    """One place where an output is not what was expected. Logits are fp32, after penalties. The
-    defaults are for an output that ends where its reference does not, or for an id outside the
-    vocabulary.
+    """One place where an output is not what was expected. Logits are fp32, after biases and
+    penalties. The defaults are for an output that ends where its reference does not, or for an id
+    outside the vocabulary.
 
     Attributes:
       index: index of the token in the output.
@@ -386,7 +386,8 @@ def _examine(
 
 class Filters:
     """Which tokens a request's top-k, top-p and min-p keep at one position, and how certainly,
-    given `logits` `[V]` float64 after penalties."""
+    given `logits` `[V]` float64 after biases and penalties. A token with logit -inf, which is not
+    allowed or barred by `min_tokens`, is never kept."""
 
     def __init__(self, logits: np.ndarray, params: SamplingParams):
         own = params if params.temperature > 0 else SamplingParams(temperature=1.0)
@@ -409,8 +410,8 @@ class Filters:
     def kept(self, change: float) -> tuple[np.ndarray, np.ndarray]:
         """Which tokens may be kept, and which certainly are, `[V]` bool, if every logit moves by at
         most `change`."""
-        may = np.ones(self.logits.shape, bool)
-        must = np.ones(self.logits.shape, bool)
+        may = self.logits > -math.inf
+        must = may.copy()
         if not self.any:
             return may, must
         num = len(self.logits)
@@ -458,9 +459,9 @@ class Filters:
 def margin_of(token: int, perturbed: np.ndarray, filters: Filters) -> float:
     """How far logits must move apart for `token` to be drawn, by the filters of its position and
     `perturbed` `[V]` float64, the logits with the noise of the draw."""
-    after = perturbed - perturbed[token]
-    if np.isneginf(perturbed[token]):  # barred by min_tokens: no rounding brings it back
+    if np.isneginf(perturbed[token]):  # barred, and no rounding brings it back
         return math.inf
+    after = perturbed - perturbed[token]
     if not filters.any:
         return float(np.max(after))
 

@@ -367,6 +367,8 @@ class _Line:
                 "to find them with; give stop_token_ids instead."
             )
         try:
-            return SamplingParams(**{"max_tokens": LARGEST_COUNT, **given})
+            params = SamplingParams(**{"max_tokens": LARGEST_COUNT, **given})
         except (SettingError, TypeError) as error:
             raise SettingError(f"{self.where}: {error}") from error
+        params.check_token_ids(self.where, self.target)
+        return params

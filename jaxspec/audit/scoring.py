@@ -51,7 +51,8 @@ class Segment:
         from, -inf if a filter removed it.
       log_bets, expected, variance, spread: `[n, A]` fp32, the bets on each of the `A` alternatives
         to that distribution; see `evidence.bets`.
-      adjusted: `[SEGMENT, V]` fp32 on the device, logits after penalties and `min_tokens`.
+      adjusted: `[SEGMENT, V]` fp32 on the device, logits after biases, penalties and
+        `min_tokens`.
       gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
     """
 

@@ -23,7 +23,7 @@ from jaxspec.engine.memory import in_units
 from jaxspec.engine.sessions import Session
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.requests.completions import Completion, counted
-from jaxspec.requests.prompts import chat_template, chat_template_kwargs
+from jaxspec.requests.prompts import chat_template, json_object
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
@@ -74,7 +74,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
         )
         template = chat_template(self.chat_template)
-        template_kwargs = chat_template_kwargs(self.chat_template_kwargs)
+        template_kwargs = json_object("--chat-template-kwargs", self.chat_template_kwargs)
         with working(f"loading {self.target}"):
             target = load_model(
                 self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify

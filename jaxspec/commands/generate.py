@@ -44,8 +44,8 @@ from jaxspec.requests.prompts import (
     PromptLine,
     Turns,
     chat_template,
-    chat_template_kwargs,
     encode_prompts,
+    json_object,
 )
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -109,6 +109,11 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     """Subtracted from the logits of tokens that are in the output. Default 0."""
     frequency_penalty: float | None = None
     """Subtracted from a token's logit once per occurrence in the output. Default 0."""
+    logit_bias: str | None = None
+    """Numbers from -100 to 100 that are added to the logits of tokens, as a JSON object of at most
+    300 token ids, e.g. '{"464": 5, "13": -100}'."""
+    allowed_token_ids: tuple[int, ...] | None = None
+    """The only tokens that may be emitted, at most 300 ids. Default: all."""
     n: int = 1
     """Completions per prompt, with consecutive seeds."""
     min_tokens: int | None = None
@@ -267,6 +272,11 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
+    def given_sampling(self) -> dict[str, Any]:
+        """The fields of `SamplingParams` that were given."""
+        biases = json_object("--logit-bias", self.logit_bias)
+        return super().given_sampling() | ({} if biases is None else {"logit_bias": biases})
+
     def _check_sampling(self) -> None:
         """Raises unless the sampling options are in range, as far as that can be checked without a
         model."""
@@ -395,7 +405,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 f"{option} was given, but no prompt is a chat; add --chat, which makes text the "
                 "user's message."
             )
-        return chat_template(given), chat_template_kwargs(text)
+        return chat_template(given), json_object("--chat-template-kwargs", text)
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
         """Raises unless the prompts can be written in the requested format."""

@@ -20,6 +20,7 @@ from jaxspec.cache.pages import KVCache, put_table
 from jaxspec.errors import ModelError
 from jaxspec.telemetry.trace import TraceConfig, empty_trace
 from jaxspec.types import (
+    MAX_BIASED_TOKENS,
     AcceptanceCounts,
     BatchView,
     DecodeState,
@@ -31,6 +32,7 @@ from jaxspec.types import (
     RowSampling,
     ScheduleCounts,
     Shared,
+    TokenBias,
 )
 
 
@@ -44,7 +46,7 @@ class Admission(struct.PyTreeNode, kw_only=True):
       limit_finish: int32 scalar, the `Finish` to report there.
       draft_limit: int32 scalar, draft length; 0 decodes plainly.
       stop_tokens: `[num_stop]` int32, padded with -1.
-      sampling: this row's values, all scalars (the key is `[2]`).
+      sampling: this row's values, without the axis of rows.
       arrival: int32 scalar, order among requests.
     """
 
@@ -120,6 +122,11 @@ def empty_state(
             key=zeros(2, dtype=jnp.uint32),
             prompt_length=zeros(),
             min_length=zeros(),
+            bias=TokenBias(
+                tokens=zeros(MAX_BIASED_TOKENS) - 1,
+                values=floats(MAX_BIASED_TOKENS),
+                is_exclusive=zeros(dtype=jnp.bool_),
+            ),
         ),
         tokens=zeros(shape.max_length),
         origin=zeros(shape.max_length, dtype=jnp.int8),

@@ -31,8 +31,8 @@ from jaxspec.sampling import (
     filtered_logits,
     fit_vocabulary,
     gumbel,
-    is_adjusted,
     is_greedy,
+    is_penalised,
     position_keys,
     round_keys,
 )
@@ -210,7 +210,7 @@ class Grower:
         if num_alike == 1 or not self.shape.is_noise_shared:
             tokens, log_share, q = choose_for_each()
         else:  # penalties count the tokens on the way to a node
-            tokens, log_share, q = lax.cond(is_adjusted(self.rows), choose_for_each, choose_once)
+            tokens, log_share, q = lax.cond(is_penalised(self.rows), choose_for_each, choose_once)
         of_path = worth[..., None] + log_share
         is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
         of_path = jnp.where(is_candidate, of_path, -jnp.inf)

@@ -236,20 +236,20 @@ def chat_template(name: str | None) -> str | None:
     return text
 
 
-def chat_template_kwargs(text: str | None) -> dict[str, Any] | None:
-    """The variables of a template given by `--chat-template-kwargs`, a JSON object; None for None.
+def json_object(option: str, text: str | None) -> dict[str, Any] | None:
+    """The JSON object given by a command line's `option`; None for None.
 
     Raises:
       SettingError: it is something else.
     """
     if text is None:
         return None
-    variables = None
+    found = None
     with contextlib.suppress(ValueError, RecursionError):
-        variables = json.loads(text)
-    if not isinstance(variables, dict):
-        raise SettingError(f"--chat-template-kwargs {text!r} was given; it must be a JSON object.")
-    return variables
+        found = json.loads(text)
+    if not isinstance(found, dict):
+        raise SettingError(f"{option} {text!r} was given; it must be a JSON object.")
+    return found
 
 
 def _read_text(path: pathlib.Path, *, problem: str, advice: str) -> tuple[str, bytes]:

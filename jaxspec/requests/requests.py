@@ -58,8 +58,10 @@ def make_requests(
     Raises:
       PromptError: a prompt is empty, too long, outside the vocabulary, or needs a tokenizer or a
         chat template that `model` lacks; or it has a shape that is not understood.
-      SettingError: the number of `params` is not that of the prompts, a stop token is outside the
-        vocabulary, there are stop strings but no tokenizer, or a stop string cannot occur in text.
+      SettingError: the number of `params` is not that of the prompts, a stop token, a token with a
+        bias or an allowed token is outside the vocabulary, no allowed token can be emitted before
+        `min_tokens`, there are stop strings but no tokenizer, or a stop string cannot occur in
+        text.
     """
     plain = as_prompts(prompts, names)
     each = params_of_prompts(params, len(plain))
@@ -72,17 +74,12 @@ def make_requests(
                 f"{name} has {len(ids)} tokens, and the engine's max_length leaves room for "
                 f"{longest}; raise the max_length or shorten the prompt."
             )
-        for token in one.stop_token_ids:
-            if not 0 <= token < model.vocab_size:
-                raise SettingError(
-                    f"{name} has the stop token {token}, and the vocabulary of {model.name} ends "
-                    f"at {model.vocab_size - 1}; give ids of this model's tokenizer."
-                )
         if one.stop and model.tokenizer is None:
             raise SettingError(
                 f"{name} has stop strings, but the model {model.name} has no tokenizer to read its "
                 "output with; give stop_token_ids instead."
             )
+        one.check_token_ids(name, model)
         requests.extend(_samples(str(index), ids, one))
     return requests
 

@@ -22,12 +22,13 @@ from jaxspec.runtime.values import (
     whole_number,
 )
 from jaxspec.sampling import request_key
-from jaxspec.types import RowSampling
+from jaxspec.types import MAX_BIASED_TOKENS, RowSampling, TokenBias
 
 LOWEST_TEMPERATURE = 1e-3  # below it, and above 0, scaled logits lose their differences or overflow
 HIGHEST_TEMPERATURE = 1e6
 LARGEST_SEED = 2**63 - 1
 LARGEST_N = 2**14  # completions of a prompt, each of which is a request
+LARGEST_BIAS = 100.0  # in either direction, as in OpenAI's API
 _TEMPERATURE = f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
 
 
@@ -37,8 +38,8 @@ class SamplingParams:
     """How one request is decoded, under vLLM's names. Functions that take it also take a dict of
     its fields: `{"max_tokens": 64}`.
 
-    The order of operations is that of `jaxspec.sampling`: penalties, `min_tokens`, temperature,
-    top-k, top-p, min-p.
+    The order of operations is that of `jaxspec.sampling`: `logit_bias` and `allowed_token_ids`,
+    penalties, `min_tokens`, temperature, top-k, top-p, min-p.
 
     Attributes:
       max_tokens: tokens to emit at most.
@@ -59,6 +60,10 @@ class SamplingParams:
       repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is off.
       presence_penalty: subtracted from logits of tokens in the output; 0 is off.
       frequency_penalty: subtracted once per occurrence in the output; 0 is off.
+      logit_bias: a dict of token ids and numbers from -100 to 100 that are added to their logits;
+        at most 300. It is kept as pairs in the order of the ids. Ids may be text, as in JSON.
+      allowed_token_ids: the only tokens that may be emitted, at most 300; None allows all. Unless
+        an EOS token is among them, the output never ends by one.
 
     Raises:
       SettingError: a value of the wrong type or out of its range.
@@ -79,6 +84,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] | None = ()
+    allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
         max_tokens = whole_number(
@@ -126,6 +133,7 @@ class SamplingParams:
                 most=1e3,
                 expected="from 0.001 to 1000",
             ),
+            "logit_bias": _logit_bias(self.logit_bias),
         }
         for name in ("presence_penalty", "frequency_penalty"):
             checked[name] = number(
@@ -141,6 +149,8 @@ class SamplingParams:
             )
         if self.logprobs is not None:
             checked["logprobs"] = whole_number("logprobs", self.logprobs, least=0)
+        if self.allowed_token_ids is not None:
+            checked["allowed_token_ids"] = _allowed_token_ids(self.allowed_token_ids)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         if n > 1 and temperature == 0:
@@ -176,7 +186,7 @@ class SamplingParams:
 
     def of_row(self, *, prompt_length: int) -> RowSampling:
         """The parameters in the form that the decode loop takes: a `RowSampling` of one row's
-        scalars."""
+        values, without the axis of rows."""
         values: dict[str, Any] = {
             "temperature": np.float32(self.temperature),
             "top_k": np.int32(max(self.top_k, 0)),
@@ -188,8 +198,25 @@ class SamplingParams:
             "key": request_key(self.seed or 0),
             "prompt_length": np.int32(prompt_length),
             "min_length": np.int32(prompt_length + self.min_tokens),
+            "bias": self._bias(),
         }
         return RowSampling(**values)
+
+    def _bias(self) -> TokenBias:
+        """`logit_bias` and `allowed_token_ids` of one row. Where both are given, a bias of a token
+        that is not allowed has no effect."""
+        bias, allowed = dict(self.logit_bias or ()), self.allowed_token_ids
+        if allowed is not None:
+            bias = {token: bias.get(token, 0.0) for token in allowed}
+        tokens = np.full((MAX_BIASED_TOKENS,), -1, np.int32)
+        values = np.zeros((MAX_BIASED_TOKENS,), np.float32)
+        tokens[: len(bias)], values[: len(bias)] = list(bias), list(bias.values())
+        row: dict[str, Any] = {
+            "tokens": tokens,
+            "values": values,
+            "is_exclusive": np.bool_(allowed is not None),
+        }
+        return TokenBias(**row)
 
     def stop_tokens(self, model: Model) -> tuple[int, ...]:
         """Every token id that ends the output. A stop string that is a special token is one.
@@ -200,6 +227,29 @@ class SamplingParams:
         eos = () if self.ignore_eos else tuple(model.eos_token_ids)
         special = () if model.tokenizer is None else model.tokenizer.special_stops(self.stop)
         return tuple(dict.fromkeys(eos + self.stop_token_ids + special))
+
+    def check_token_ids(self, name: str, model: Model) -> None:
+        """Raises `SettingError` unless the token ids are of the model's vocabulary, and some
+        allowed token may be emitted before `min_tokens`; `name` is what the parameters are of."""
+        given = {
+            "the stop token": self.stop_token_ids,
+            "logit_bias of the token": dict(self.logit_bias or ()),
+            "the allowed token": self.allowed_token_ids or (),
+        }
+        for kind, tokens in given.items():
+            for token in tokens:
+                if not 0 <= token < model.vocab_size:
+                    raise SettingError(
+                        f"{name} has {kind} {token}, and the vocabulary of {model.name} ends at "
+                        f"{model.vocab_size - 1}; give ids of this model's tokenizer."
+                    )
+        if self.allowed_token_ids is None or self.min_tokens == 0:
+            return
+        if set(self.allowed_token_ids) <= set(self.stop_tokens(model)):
+            raise SettingError(
+                f"{name} has min_tokens {self.min_tokens}, and every token of its "
+                "allowed_token_ids ends the output; allow another token, or leave out min_tokens."
+            )
 
 
 def _texts(name: str, value: Any) -> tuple[str, ...]:
@@ -217,6 +267,41 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if not all(is_whole(token) for token in each):
         raise refusal(name, each, "token ids")
     return tuple(map(int, each))
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    """A dict of token ids and biases, or pairs of them, as pairs in the order of the ids; the
+    model's vocabulary is checked later."""
+    pairs = listed("logit_bias", value.items() if isinstance(value, Mapping) else value)
+    if len(pairs) > MAX_BIASED_TOKENS:
+        raise refusal("logit_bias", value, f"a dict of at most {MAX_BIASED_TOKENS} token ids")
+    found: dict[int, float] = {}
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            raise refusal("logit_bias", value, "a dict of token ids and biases")
+        token = plain(pair[0])
+        if isinstance(token, str) and token.isascii() and token.isdigit() and len(token) <= 10:
+            token = int(token)
+        token = whole_number("A token id of logit_bias", token, least=0)
+        if token in found:
+            raise refusal("logit_bias", value, f"a dict with each token id once, {token} too")
+        found[token] = number(
+            "A bias of logit_bias",
+            pair[1],
+            least=-LARGEST_BIAS,
+            most=LARGEST_BIAS,
+            expected="from -100 to 100",
+        )
+    return tuple(sorted(found.items()))
+
+
+def _allowed_token_ids(value: Any) -> tuple[int, ...]:
+    """A list of token ids as a tuple in their order; the model's vocabulary is checked later."""
+    given = _token_ids("allowed_token_ids", value)
+    allowed = sorted({whole_number("A token id of allowed_token_ids", t, least=0) for t in given})
+    if not 0 < len(allowed) <= MAX_BIASED_TOKENS:
+        raise refusal("allowed_token_ids", given, f"from 1 to {MAX_BIASED_TOKENS} token ids")
+    return tuple(allowed)
 
 
 def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> SamplingParams:

@@ -51,6 +51,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "do_sample": "temperature (0 is greedy, above 0 samples)",
         **dict.fromkeys(("num_return_sequences", "best_of"), "n"),
         "stop_strings": "stop",
+        "sequence_bias": "logit_bias, for single tokens",
         "eos_token_id": "stop_token_ids",
         **dict.fromkeys(("output_logits", "output_scores", "top_logprobs"), "logprobs"),
     },

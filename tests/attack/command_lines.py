@@ -117,6 +117,10 @@ def _numbers():
         "--presence-penalty": ("1e9", "nan", "-inf"),
         "--frequency-penalty": ("1e9", "nan", "inf"),
     }
+    for given in ("x", "", "[1]", "5", '{"a": 1}', '{"5": 101}', '{"5": NaN}', '{"-5": 1}'):
+        yield (*PROMPT, "--logit-bias", given)
+    for given in ("x", "", "-5", "1.5", "99999999"):
+        yield (*PROMPT, "--allowed-token-ids", given)
     for option, numbers in fractions.items():
         for number in ("x", "", "1,5", "--", *numbers):
             yield (*PROMPT, option, number)

@@ -230,6 +230,31 @@ def test_what_the_filters_exclude_is_a_fault_in_a_sampled_output(fp32):
     assert not is_of_the_distribution(own)
 
 
+@pytest.mark.parametrize("seed", [3, None])
+@pytest.mark.parametrize("temperature", [0, 0.9])
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {"allowed_token_ids": range(20, 60)},
+        {"logit_bias": {30: 4, 31: -100}, "allowed_token_ids": range(20, 60)},
+        {"min_tokens": 16, "stop_token_ids": (7, 8)},
+    ],
+)
+def test_a_token_that_is_barred_is_a_fault(fp32, biases, temperature, seed):
+    params = SamplingParams(max_tokens=16, temperature=temperature, seed=3, **biases)
+    completion = fp32.outputs(params)[1]
+    unkeyed = dataclasses.replace(params, seed=seed)
+    assert is_of_the_distribution(fp32.alone(completion, completion.token_ids, unkeyed))
+    barred = list(completion.token_ids)
+    barred[5] = 7
+    own = fp32.alone(completion, barred, unkeyed)
+    assert own.first.index == 5
+    assert own.first.finding == Finding.FAULT
+    if temperature == 0 and "allowed_token_ids" in biases:
+        plain = SamplingParams(max_tokens=16)
+        assert fp32.alone(completion, completion.token_ids, plain).first.finding == Finding.FAULT
+
+
 def test_an_output_that_ends_too_early_or_too_late_is_a_fault(fp32):
     completion = fp32.outputs(GREEDY)[0]
     short = fp32.judge(completion, completion.token_ids[:-4], GREEDY)

@@ -83,6 +83,24 @@ def test_the_targets_own_output_passes_as_ids_with_text_and_as_text(audit_of, gr
     assert json.loads(json.dumps(audit.to_json()))["holds"] is True
 
 
+def test_biases_of_a_file_are_judged_under(audit_of, engine, write, target):
+    allowed = list(range(40, 90))
+    own = {"allowed_token_ids": allowed, "logit_bias": {"41": -2.5, "50": 3}}
+    made = engine.generate(PROMPTS, SamplingParams(max_tokens=20, **own))
+    lines = [line(one) for one in made]
+    # As in JSON by hand, and as jaxspec and vLLM write what is off.
+    assert audit_of(HEADER | own, *lines).holds
+    pairs = own | {"logit_bias": [[41, -2.5], [50, 3.0]]}
+    assert audit_of(HEADER, *(one | {"sampling_params": pairs} for one in lines)).holds
+    off = {"allowed_token_ids": None, "logit_bias": None}
+    assert not audit_of(HEADER | off, *lines).holds
+    lines[0]["token_ids"][3] = 7
+    audit = audit_of(HEADER | own, *lines)
+    assert audit.to_json()["divergences"][0]["finding"] == Finding.FAULT.value
+    with pytest.raises(SettingError, match="Line 2 of the outputs file has the allowed token 999"):
+        read_outputs(write(HEADER, lines[1] | {"allowed_token_ids": [999]}), target)
+
+
 def test_text_is_read_by_the_targets_tokenizer(write, target):
     path = write(HEADER, {"prompt": "Once", "text": " upon"})
     file = read_outputs(path, target)

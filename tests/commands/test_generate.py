@@ -117,6 +117,21 @@ def test_prompt_with_json(cli, models):
     assert "finished: length" in result.out
 
 
+def test_biases_and_allowed_tokens(cli, models):
+    options = ("--allowed-token-ids", 40, 41, "--logit-bias", '{"41": -100}', "--json")
+    result = cli("generate", *settings(models), "--prompt", "Once", *options)
+    assert result.status == 0, result.err
+    assert result.document["completions"][0]["token_ids"] == [40] * 9
+    assert result.document["sampling"]["logit_bias"] == [[41, -100.0]]
+    assert result.document["sampling"]["allowed_token_ids"] == [40, 41]
+
+
+@pytest.mark.parametrize("given", ["x", "[1]", '{"a": 1}', '{"5": 101}', '{"-5": 1}', '{"5": NaN}'])
+def test_other_biases_are_refused(refused, models, given):
+    said = refused("generate", *settings(models), "--prompt", "Once", "--logit-bias", given)
+    assert "logit" in said
+
+
 def test_interrupted_run_keeps_its_lines_and_resumes(
     cli, models, prompts, whole, tmp_path, monkeypatch
 ):
@@ -306,6 +321,8 @@ def test_a_sampled_run_resumes_under_another_drafter(cli, models, prompts, sampl
         ("--min-p", 0.1),
         ("--n", 1),
         ("--presence-penalty", 0.1),
+        ("--logit-bias", '{"5": 1}'),
+        ("--allowed-token-ids", 5, 6),
         ("--verifier", "block"),
     ],
 )

@@ -58,7 +58,7 @@ ZERO = {
     "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs", "draft_kv_sinks",
     "presence_penalty", "frequency_penalty", "warmup_fraction", "warmup_steps", "weight_decay",
     "long_fraction", "total_variation_weight", "oracle", "budget_s", "acceptance", "per_position",
-    "draft_kv_windows",
+    "draft_kv_windows", "allowed_token_ids",
 }  # fmt: skip
 ZERO_OF = {("plan", "draft_lengths")}
 NEGATIVE = {"top_k", "presence_penalty", "frequency_penalty"}

@@ -155,6 +155,37 @@ def test_sampled_tokens_and_kv_are_plain_decodings(drafted):
         assert token_ids(plain) == token_ids(setting.witness)
 
 
+ALLOWED = tuple(range(3, toy.VOCAB, 5))
+BIASED = [
+    SamplingParams(max_tokens=12, allowed_token_ids=ALLOWED),
+    SamplingParams(max_tokens=12, temperature=0.8, seed=1, allowed_token_ids=ALLOWED),
+    SamplingParams(max_tokens=12, allowed_token_ids=[9]),
+    SamplingParams(max_tokens=12, logit_bias={4: 100}),
+    SamplingParams(max_tokens=12),
+    SamplingParams(
+        max_tokens=12, temperature=1.2, seed=5, allowed_token_ids=ALLOWED,
+        logit_bias=dict.fromkeys(ALLOWED[::2], -100), frequency_penalty=0.1,
+    ),
+]  # fmt: skip
+
+
+def test_biased_tokens_are_plain_decodings_and_allowed(drafted):
+    setting, engine = drafted
+    found = engine.generate(setting.prompts, BIASED)
+    plain = engine.generate(setting.prompts, BIASED, speculate=False)
+    assert token_ids(found) == token_ids(plain)
+    tokens = token_ids(found)
+    allowed = (ALLOWED, ALLOWED, [9], [4], range(toy.VOCAB), ALLOWED[1::2])
+    for own, ids in zip(tokens, allowed, strict=True):
+        assert set(own) <= set(ids)
+    [alone] = engine.generate([setting.prompts[4]], SamplingParams(max_tokens=12))
+    assert tokens[4] == alone.token_ids
+    assert len(set(tokens[0])) > 1
+    if not isinstance(engine.drafter, (jaxspec.Oracle, toy.TreeOracle, jaxspec.NGram)):
+        # Where one token can be emitted, every drafter with logits of its own drafts that token.
+        assert all(found[index].acceptance.num_accepted_tokens > 6 for index in (2, 3))
+
+
 def test_draft_lengths_agree(drafted):
     setting, engine = drafted
     reference = token_ids(engine.generate(setting.prompts, PARAMS))
@@ -352,6 +383,8 @@ def test_sampling_parameters_compile_nothing(rule):
         "repetition_penalty": (1.2,),
         "presence_penalty": (-0.5,),
         "frequency_penalty": (1,),
+        "logit_bias": ({5: 1.5}, {token: -100 for token in range(20)}),
+        "allowed_token_ids": ([3], range(40)),
         "n": (2,),
     }
     for name, choices in values.items():

@@ -195,6 +195,27 @@ def test_stops_that_the_model_cannot_emit_or_read():
         make_requests([[5]], SamplingParams(stop=("x",)), BARE, longest=3)
 
 
+@pytest.mark.parametrize("token", [tiny.VOCAB, 2**30])
+@pytest.mark.parametrize(
+    ("name", "given", "said"),
+    [
+        ("logit_bias", lambda token: {5: 1, token: 1}, "logit_bias of the token"),
+        ("allowed_token_ids", lambda token: [5, token], "the allowed token"),
+    ],
+)
+def test_biases_of_tokens_beyond_the_vocabulary(name, given, said, token):
+    with pytest.raises(SettingError, match=f"Prompt 0 has {said} {token}, and the vocabulary"):
+        make_requests([[5]], SamplingParams(**{name: given(token)}), MODEL, longest=3)
+
+
+def test_min_tokens_with_nothing_but_stop_tokens_allowed():
+    params = {"min_tokens": 2, "allowed_token_ids": [6, 7]}
+    make_requests([[5]], params | {"stop_token_ids": [6]}, MODEL, longest=3)
+    make_requests([[5]], params | {"stop_token_ids": [6, 7], "min_tokens": 0}, MODEL, longest=3)
+    with pytest.raises(SettingError, match="every token of its allowed_token_ids ends the output"):
+        make_requests([[5]], params | {"stop_token_ids": [6, 7]}, MODEL, longest=3)
+
+
 # Stop strings: every token of this tokenizer is a byte.
 
 

@@ -154,6 +154,81 @@ def test_lists_and_flags_of_other_things_are_refused(name, given):
         SamplingParams(**{name: given})
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        {5: 1, 3: -2.5},
+        {"5": 1, "3": -2.5},
+        {np.int64(5): np.float32(1), 3: jnp.array(-2.5)},
+        [(3, -2.5), [5, 1.0]],
+        json.loads('{"5": 1, "3": -2.5}'),
+    ],
+)
+def test_biases_of_any_mapping(given):
+    params = SamplingParams(logit_bias=given)
+    assert params.logit_bias == ((3, -2.5), (5, 1.0))
+    assert params == SamplingParams(logit_bias=params.logit_bias)
+    assert hash(params) == hash(SamplingParams(**json.loads(json.dumps(vars(params)))))
+
+
+@pytest.mark.parametrize("given", [{9, 4}, [4, 9, 9], np.array([9, 4]), iter([9, 4])])
+def test_allowed_tokens_of_any_list(given):
+    assert SamplingParams(allowed_token_ids=given).allowed_token_ids == (4, 9)
+
+
+def test_no_bias_is_none():
+    for nothing in (None, {}, ()):
+        assert SamplingParams(logit_bias=nothing, allowed_token_ids=None) == SamplingParams()
+
+
+def test_at_most_300_biases_and_allowed_tokens():
+    full = SamplingParams(logit_bias=dict.fromkeys(range(300), 1), allowed_token_ids=range(300))
+    assert full.of_row(prompt_length=1).bias.tokens.tolist() == list(range(300))
+    with pytest.raises(SettingError, match="must be a dict of at most 300 token ids"):
+        SamplingParams(logit_bias=dict.fromkeys(range(301), 1))
+    with pytest.raises(SettingError, match="must be from 1 to 300 token ids"):
+        SamplingParams(allowed_token_ids=range(301))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: float("nan")}),
+        ("logit_bias", {5: float("-inf")}),
+        ("logit_bias", {5: "1"}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", {5: None}),
+        ("logit_bias", {True: 1}),
+        ("logit_bias", {-1: 1}),
+        ("logit_bias", {2**40: 1}),
+        ("logit_bias", {"a": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"²": 1}),
+        ("logit_bias", {1.5: 1}),
+        ("logit_bias", {(1, 2): 1}),
+        ("logit_bias", {5: 1, "5": 2}),
+        ("logit_bias", [5, 6]),
+        ("logit_bias", [(5, 1, 2)]),
+        ("logit_bias", np.array([[5, 1.0]])),
+        ("logit_bias", "5"),
+        ("logit_bias", 5),
+        ("allowed_token_ids", []),
+        ("allowed_token_ids", [-1]),
+        ("allowed_token_ids", [2**40]),
+        ("allowed_token_ids", [1.5]),
+        ("allowed_token_ids", [True]),
+        ("allowed_token_ids", "12"),
+        ("allowed_token_ids", 5),
+        ("allowed_token_ids", {5: 1}),
+    ],
+)
+def test_other_biases_and_allowed_tokens_are_refused(name, given):
+    with pytest.raises(SettingError, match=rf"{name} .* was given; it must be ") as raised:
+        SamplingParams(**{name: given})
+    assert "\n" not in str(raised.value)
+
+
 def test_a_flag_may_be_a_scalar():
     for flag in (True, np.bool_(True), np.array(True), jnp.array(True)):
         assert SamplingParams(ignore_eos=flag).ignore_eos is True

@@ -31,11 +31,11 @@ SHAPE = {"batch_size": 3, "max_length": 256, "prefill_chunk": 16}
 PROMPTS = toy.prompts((3, 40, 150, 1, 9, 240, 17))
 PARAMS = [
     SamplingParams(max_tokens=25),
-    SamplingParams(max_tokens=25, temperature=0.8, seed=3),
+    SamplingParams(max_tokens=25, temperature=0.8, seed=3, logit_bias={5: -100, 9: 1.5}),
     SamplingParams(max_tokens=20, frequency_penalty=0.4, repetition_penalty=1.2),
     SamplingParams(max_tokens=12, temperature=1.1, top_p=0.9, top_k=20, seed=2**40),
     SamplingParams(max_tokens=1),
-    SamplingParams(max_tokens=100),  # ends at the max_length
+    SamplingParams(max_tokens=100, allowed_token_ids=range(40)),  # ends at the max_length
     SamplingParams(max_tokens=30),  # ends at a stop token, see `requests`
 ]
 

@@ -27,7 +27,13 @@ from jaxspec.schedulers import Continuous, Pool, Static
 
 LENGTHS = (1, 30, 70, 2, 129, 5, 66, 12, 9, 64, 65, 3)
 PARAMS = [
-    SamplingParams(max_tokens=4 + 3 * (i % 5), temperature=0.8 * (i % 2), top_k=20, seed=i)
+    SamplingParams(
+        max_tokens=4 + 3 * (i % 5),
+        temperature=0.8 * (i % 2),
+        top_k=20,
+        seed=i,
+        logit_bias={7: 2.0, 9: -100} if i % 4 > 1 else {},
+    )
     for i in range(len(LENGTHS))
 ]
 

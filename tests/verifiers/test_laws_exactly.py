@@ -18,6 +18,7 @@ from enumeration import Bench, Case, expected_accepted, make_rows, probs_error, 
 import jaxspec
 from jaxspec import sampling
 from jaxspec.drafters import draft_model
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Draft, chain_parents
 from jaxspec.verifiers import block, chain, coupled, rejection, tree
 
@@ -142,6 +143,72 @@ def test_leaving_out_an_unlikely_token_biases(bench, monkeypatch):
     monkeypatch.setattr(draft_model, "end_draft", without_the_unsure_token)
     for case in SHORT_OF_CONFIDENCE.values():
         assert probs_error(bench, case) > 1000 * ROUNDING
+
+
+# Biases and allowed tokens, with target and drafter that rule out some of them.
+BIASES = {
+    "one raised, one lowered": SamplingParams(logit_bias={0: -1.5, 2: 2.0}),
+    "one barred": SamplingParams(logit_bias={1: -100}),
+    "two allowed": SamplingParams(allowed_token_ids=[0, 2]),
+    "two allowed, one raised": SamplingParams(allowed_token_ids=[1, 0], logit_bias={1: 1, 2: 9}),
+    "one allowed": SamplingParams(allowed_token_ids=[1]),
+}
+BIASED = {
+    f"{name}, {of}": dataclasses.replace(CASES[of], params=params)
+    for name, params in BIASES.items()
+    for of in ("random", "disjoint supports", "deterministic drafts")
+}
+BIASED["one allowed, zero entries"] = dataclasses.replace(
+    CASES["zero entries"], params=BIASES["one allowed"]
+)
+QUICK = ("two allowed, one raised, disjoint supports",)  # no draft of the drafter's own is allowed
+
+
+def slow_but(quick, names):
+    """Parameters of which all but a few are left to the slow run."""
+    return [pytest.param(x, marks=[] if x in quick else [pytest.mark.slow]) for x in names]
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, BIASED))
+def test_the_output_distribution_is_the_biased_one(bench, name):
+    case = BIASED[name]
+    assert probs_error(bench, case) < ROUNDING
+    assert np.abs(case.biased_p - case.p).max() > 0.1
+
+
+@pytest.mark.parametrize("name", slow_but(["two allowed, one raised"], BIASES))
+def test_coupled_tokens_are_those_of_biased_plain_decoding(name):
+    for of in ("random", "disjoint supports"):
+        case = dataclasses.replace(CASES[of], params=BIASES[name])
+        found, expected, share_same = coupled_probs(case.p, case.q, params=case.params)
+        assert share_same == 1
+        np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+class TargetWithoutBias(Bench):
+    def _traced_verify(self, *args):
+        with enumeration.replaced(add_bias=lambda logits, sampling: logits):
+            return super()._traced_verify(*args)
+
+
+class DrafterWithoutBias(Bench):
+    def _traced_draw(self, *args):
+        with enumeration.replaced(add_bias=lambda logits, sampling: logits):
+            return super()._traced_draw(*args)
+
+
+def test_a_bias_that_the_target_leaves_out_is_caught():
+    case = BIASED["one raised, one lowered, random"]
+    assert probs_error(TargetWithoutBias(jaxspec.Rejection()), case) > 1e-3
+
+
+@pytest.mark.slow
+def test_a_bias_that_the_drafter_leaves_out_costs_accepted_tokens_and_nothing_else():
+    case = BIASED["one raised, one lowered, random"]
+    without = DrafterWithoutBias(jaxspec.Rejection())
+    assert probs_error(without, case) < ROUNDING
+    both = Bench(jaxspec.Rejection())
+    assert expected_accepted(without, case) < expected_accepted(both, case) - 0.1
 
 
 def test_no_two_draws_of_two_rounds_share_a_key(bench):
@@ -288,7 +355,7 @@ def test_expected_accepted_tokens_where_they_are_known(benches):
 # one for each key, is enumerated completely.
 
 
-def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
+def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0, params=None):
     """Distribution of two rounds of coupled decoding where the noise of each key takes one of
     `num_noises` values with equal chances; the distribution of the target under such noise; and the
     share of assignments in which the tokens are those of plain decoding."""
@@ -313,7 +380,7 @@ def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
     with enumeration.replaced(gumbel=gumbel), jax.disable_jit():
         for _ in range(2):
             last = np.where(emitted > 0, tokens[world, np.maximum(emitted - 1, 0)], 0)
-            rows = make_rows(enumeration.PROMPT_LENGTH + emitted)
+            rows = make_rows(enumeration.PROMPT_LENGTH + emitted, params=params)
             # Numbered in the order of positions, whatever a round asks for first.
             offsets = jnp.arange(num_nodes + 1, dtype=jnp.int32)[None]
             positions = rows.num_committed[:, None] + offsets
@@ -359,6 +426,7 @@ def coupled_probs(p, q, *, num_nodes=2, num_noises=3, min_confidence=0.0):
             emitted = emitted + num_accepted + 1
 
     # The target under the same noise: its distribution, and its own tokens in each world.
+    p = enumeration.biased(p, params)
     distribution = np.zeros_like(p)
     for noise in noises:
         distribution += np.eye(size)[np.argmax(enumeration.log(p) + noise, axis=-1)] / num_noises
