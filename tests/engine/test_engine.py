@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -198,16 +199,16 @@ def test_a_request_for_too_long_drafts_hears_of_the_engine(target):
 
 
 @pytest.fixture
-def said(recwarn):
+def said():
     """Calls a function twice; what it warned of."""
 
     def call(function, *arguments, **settings):
         errors.warn_once.cache_clear()
-        recwarn.clear()
-        for _ in range(2):
-            function(*arguments, **settings)
-        found = [str(each.message) for each in recwarn if each.category is JaxspecWarning]
-        return found
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                function(*arguments, **settings)
+        return [str(each.message) for each in caught if each.category is JaxspecWarning]
 
     yield call
     errors.warn_once.cache_clear()
