@@ -365,7 +365,6 @@ IN_LOCALES = (
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_terminal_that_is_not_utf8(tmp_path, record_property):
-    """With a pipe and with a terminal."""
     tally = Tally("terminals")
     for index, locale in enumerate(LOCALES):
         for position, line in enumerate(IN_LOCALES):
