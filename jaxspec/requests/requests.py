@@ -92,7 +92,8 @@ def _warn_of_unused(prompts: Sequence[Any], **settings: Any) -> None:
     """Warns, once in a process, of settings of chats if no prompt is one."""
     has_chat = any(not isinstance(each, str) and _is_chat(each) for each in prompts)
     for name, value in settings.items():
-        if value and not has_chat and len(prompts):
+        is_given = value is not None and not (isinstance(value, Mapping) and not value)
+        if is_given and not has_chat and len(prompts):
             warn_once(
                 f"{name} was given, and no prompt is a chat, so it has no effect; leave it out, or "
                 "give lists of messages."
