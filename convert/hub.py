@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TypeAlias
 
-from jaxspec.errors import ModelError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.runtime.directories import check_free_space
 from jaxspec.runtime.files import first_line
 
@@ -73,12 +73,18 @@ def download(
       ModelError: the name is not a hub id, there is no such model, the download fails, or the hub
         cannot be reached and its cache does not have it.
       CheckpointError: the disk lacks the space.
+      SettingError: there is no directory to download to.
     """
     if not _HUB_ID.fullmatch(name):
         raise ModelError(f"There is no {what} at {name!r}; {names}.")
     import huggingface_hub as hub
     from huggingface_hub import constants, errors
 
+    if constants.HF_HUB_CACHE.startswith("~"):
+        raise SettingError(
+            "There is no home directory to download to (HOME is not set); name a directory with "
+            "HF_HOME."
+        )
     shown = name if revision is None else f"{name} at revision {revision}"
     try:
         info = hub.HfApi().model_info(name, revision=revision, files_metadata=True)

@@ -5,9 +5,11 @@ Little is imported here, because Ctrl-C prints Python's traceback until `program
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import importlib
+import io
 import os
 import resource
 import signal
@@ -54,6 +56,9 @@ LEAST_LIMITS = {
 }
 
 # Why standard output takes nothing: a full disk or quota, a limit on its size, a broken disk.
+ANOTHER_LOCALE = "set LC_ALL=C.UTF-8 or PYTHONUTF8=1"
+ESCAPED = "surrogateescape"  # how Python shows bytes that have another encoding
+FILE_REFUSED = (errno.EACCES, errno.EPERM, errno.EROFS)  # wherever a file is opened or made
 OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
 
 
@@ -110,6 +115,22 @@ def ending_of(error: BaseException) -> Ending | None:
                 "file on a disk with room.\n",
                 discards_output=True,
             )
+        case OSError(filename=str() | bytes() as name) if error.errno in FILE_REFUSED:
+            return Ending(
+                1,
+                f"error: {os.fsdecode(name)} cannot be used ({error.strerror}); let this process "
+                "use it, or name another.\n",
+            )
+        case RuntimeError() if "home directory" in first_line:  # of Python, or of a library
+            return Ending(
+                1, f"error: There is no home directory ({first_line}); set HOME to a directory.\n"
+            )
+        case UnicodeError() if not is_utf8_locale():
+            return Ending(
+                1,
+                f"error: The locale's encoding is {sys.getfilesystemencoding()}, which lacks a "
+                f"character that is needed ({first_line}); {ANOTHER_LOCALE}.\n",
+            )
         case MemoryError() | RuntimeError() if is_out_of_memory(error):
             return Ending(
                 1,
@@ -128,6 +149,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def program() -> NoReturn:
     """`main` as a whole process, which Ctrl-C and SIGTERM end promptly."""
     open_standard_streams()
+    take_any_text()
     sys.unraisablehook = print_unraisable
     try:
         signals.handle_signals()
@@ -146,6 +168,19 @@ def open_standard_streams() -> None:
     sys.stderr = sys.stderr or open(os.devnull, "w")
 
 
+def take_any_text() -> None:
+    """Lets the standard streams take any text, whatever the terminal's encoding. Characters that it
+    lacks are printed as `\\u2026`. Input in ASCII may be UTF-8, and bytes that are not valid in the
+    encoding are refused where the text is used."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
+        encoding = "utf-8" if is_ascii else sys.stdin.encoding
+        sys.stdin.reconfigure(encoding=encoding, errors=ESCAPED)
+
+
 def print_unraisable(unraisable: Any) -> None:
     """`sys.unraisablehook`: prints an error that cannot be raised, unless it is in a thread of
     tensorstore. What fails there follows from an error that Orbax raises in the main thread."""
@@ -161,9 +196,14 @@ def discard_output() -> None:
 
 def check_arguments(args: Sequence[str]) -> None:
     """Raises `SettingError` for an argument that is not UTF-8, because it could be neither printed
-    nor written as JSON."""
+    nor written as JSON; or that this system's locale cannot name a file with."""
     for place, argument in enumerate(args, 1):
         if not is_utf8(argument):
+            if not is_utf8_locale() and is_utf8(os.fsencode(argument).decode(errors=ESCAPED)):
+                raise SettingError(
+                    f"Argument {place}, {argument!a}, is in UTF-8, and the locale's encoding is "
+                    f"{sys.getfilesystemencoding()}; {ANOTHER_LOCALE}."
+                )
             raise SettingError(
                 f"Argument {place}, {argument!a}, is not UTF-8; give it in UTF-8, or rename the "
                 "file that it names."
@@ -200,13 +240,20 @@ def check_environment() -> None:
                 f"The limit {option} is {allowed // unit}, which is too low for JAX; raise it to "
                 f"{least} or more."
             )
-    try:
-        pass
-    except ValueError as error:
-        raise SettingError(
-            f"A variable of the hub (HF_...) is malformed ({error}); correct it, or leave it out."
-        ) from error
+    if any(name.startswith("HF_") for name in os.environ):
+        try:
+            importlib.import_module("huggingface_hub.constants")
+        except ValueError as error:
+            raise SettingError(
+                f"A variable of the hub (HF_...) is malformed ({error}); correct it, or leave it "
+                "out."
+            ) from error
     check_jax()
+
+
+def is_utf8_locale() -> bool:
+    """Whether Python names files, and reads arguments, in UTF-8."""
+    return sys.getfilesystemencoding() == "utf-8"
 
 
 def is_utf8(text: str) -> bool:

@@ -5,6 +5,8 @@ raised before anything is traced; inside a compiled loop, outcomes are status co
 (`types.Finish`).
 """
 
+import functools
+import warnings
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -17,6 +19,12 @@ class JaxspecError(ValueError):
 
 class JaxspecWarning(UserWarning):
     """Something that works but is probably not what the caller meant."""
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    """Warns of something with a `JaxspecWarning`, once in a process."""
+    warnings.warn(message, JaxspecWarning, stacklevel=3)
 
 
 class PromptError(JaxspecError):

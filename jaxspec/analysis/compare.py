@@ -21,8 +21,9 @@ import numpy as np
 
 from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
+from jaxspec.cache import pages as kv
 from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode.settings import default_draft_length
+from jaxspec.decode.settings import choose_verify_length, default_draft_length, does_not_fit
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
@@ -403,6 +404,7 @@ def compare(
     repeats = whole_number("repeats", repeats, least=1)
     seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
     batch_size = whole_number("batch_size", batch_size, least=1)
+    max_length = whole_number("max_length", max_length, least=1)
     if draft_length is not None:
         draft_length = whole_number("draft_length", draft_length)
     if not isinstance(drafters, Mapping):
@@ -427,13 +429,19 @@ def compare(
         for label, one in made.items()
     }
     if verify_length is None:
-        drafted = [lengths[label] for label, one in made.items() if one is not None]
-        verify_length = 1 + max(drafted, default=0)
+        windows = [
+            choose_verify_length(one, draft_length, None)
+            for one in made.values()
+            if one is not None
+        ]
+        verify_length, given = max(windows, default=(1, ""))
+        if verify_length > kv.round_up_to_block(max_length):
+            raise does_not_fit(given, verify_length, max_length)
     engines = {
         label: Engine(
             model,
             drafter,
-            draft_length=lengths[label],
+            draft_length=lengths[label] if drafter is not None else None,
             verify_length=verify_length if drafter is not None else None,
             batch_size=min(batch_size, len(encoded)),
             max_length=max_length,

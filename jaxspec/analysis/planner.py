@@ -435,6 +435,8 @@ class Planner:
             draft_options=request.draft_options,
             drafter=None if request.drafter is None else request.drafter.name,
             dtype=request.dtype,
+            device=self.speed.devices[0].name,
+            platform=jax.default_backend() if request.is_here else "gpu",
             scheduler=request.scheduler.name,
             verifier=request.verifier.name,
             budget_bytes=budget_bytes,
@@ -465,7 +467,8 @@ class Planner:
         if not self.request.is_here:
             found.append(
                 f"Temporaries are XLA's figures for the same programs on {jax.default_backend()} "
-                "in float32; those of the device itself may differ."
+                "in float32; those of the device itself may differ. An engine with these settings "
+                f"on this machine ({jax.default_backend()}) may take more than the budget."
             )
         elif self.request.is_loaded and self.request.is_datasheet:
             found.append(

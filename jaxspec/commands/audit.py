@@ -188,7 +188,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 "--drafter ngram, or name a file of --outputs."
             )
         if self.draft_length is not None:
-            check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
+            check_draft_length(self.draft_length, self.verify_length)
         lines, inputs = self.read_prompts()
         with working(f"loading {target_name}"):
             target = load_model(
@@ -197,7 +197,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
         num_requests = self.n_requests or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]
-        params = [dataclasses.replace(each, seed=self.seed + i) for i in range(num_requests)]
+        params = self.with_seeds(each, num_requests)
         with working("loading the drafter"):
             drafter = make_drafter(target)
         engine = Engine(

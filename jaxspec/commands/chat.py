@@ -68,7 +68,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         """Chats; returns the JSON document."""
         check_counts(self, "max_length")
         if self.draft_length not in (None, "auto"):
-            check_draft_length(self.draft_length, self.draft_length + 1)
+            check_draft_length(self.draft_length, None)
         params = self.sampling_params()
         make_drafter = self.choose_drafter(
             dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify

@@ -65,7 +65,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
             )
         check_counts(self, "batch_size", "max_length", "repeats", "verify_length")
         if self.draft_length is not None:
-            check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
+            check_draft_length(self.draft_length, self.verify_length)
         names = list(dict.fromkeys(self.drafter))
         takes_kv_dtype = [name for name in names if names_draft_model(name)] or names
         makers = {
@@ -93,7 +93,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 target,
                 drafters,
                 encoded,
-                [dataclasses.replace(each, seed=self.seed + i) for i in range(len(encoded))],
+                self.with_seeds(each, len(encoded)),
                 categories=[category_of(line) for line in lines],
                 draft_length=self.draft_length,
                 verify_length=self.verify_length,

@@ -117,7 +117,7 @@ class DemoCommand(JsonOption):
 
     def _check(self) -> None:
         SamplingParams(max_tokens=self.max_tokens)
-        check_draft_length(self.draft_length, self.draft_length + 1)
+        check_draft_length(self.draft_length, None)
         check_counts(self, "repeats")
         if not self.batch_sizes or not all(1 <= size <= NUM_PROMPTS for size in self.batch_sizes):
             given = " ".join(map(str, self.batch_sizes)) or "nothing"

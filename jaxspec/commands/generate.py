@@ -190,10 +190,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         num_prompts = len(lines)
         requests = make_requests(
             encoded,
-            [
-                dataclasses.replace(params, seed=self.seed + index * params.n)
-                for index in range(num_prompts)
-            ],
+            self.with_seeds(params, num_prompts),
             target,
             longest=engine.longest_prompt,
             names=[line.name for line in lines],
@@ -311,7 +308,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         """Raises unless the options fit drafting, or plain decoding."""
         if not is_plain:
             if self.draft_length not in (None, "auto"):
-                check_draft_length(self.draft_length, self.verify_length or self.draft_length + 1)
+                check_draft_length(self.draft_length, self.verify_length)
         elif self.verify_length not in (None, 1):
             raise SettingError(
                 f"--verify-length {self.verify_length} was given without a drafter; add "

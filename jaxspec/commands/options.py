@@ -19,7 +19,7 @@ from jaxspec.requests.prompts import (
     Turns,
     load_prompts,
 )
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams
 from jaxspec.runtime.options import check_counts
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
@@ -161,6 +161,20 @@ class SamplingOptions:
         """Sampling parameters of the first prompt; raises `SettingError` for values out of
         range."""
         return SamplingParams(**self.given_sampling())
+
+    def with_seeds(self, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
+        """`params` of each prompt, with consecutive seeds; raises `SettingError` if there are not
+        so many."""
+        num_seeds = num_prompts * params.n
+        if self.seed + num_seeds - 1 > LARGEST_SEED:
+            raise SettingError(
+                f"--seed {self.seed} was given for {num_seeds} completions, which have consecutive "
+                f"seeds of at most 2**63 - 1; give at most {LARGEST_SEED - num_seeds + 1}."
+            )
+        return [
+            dataclasses.replace(params, seed=self.seed + index * params.n)
+            for index in range(num_prompts)
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,8 @@ def standard_error() -> Console:
 
 def working(message: str) -> Status:
     """A spinner with `message`, for work of unknown length; drawn on a terminal only."""
-    return standard_error().status(message)
+    console = standard_error()
+    return console.status(message, spinner="line" if console.options.ascii_only else "dots")
 
 
 def warm_up(engine: Engine) -> float:

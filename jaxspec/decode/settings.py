@@ -14,7 +14,7 @@ from jaxspec.decode.checks import check_parts
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
-from jaxspec.errors import SettingError
+from jaxspec.errors import SettingError, warn_once
 from jaxspec.models.base import Model, check_taps
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.values import LARGEST_COUNT, is_one_of, refusal, shown, whole_number
@@ -31,6 +31,8 @@ DEFAULT_DRAFT_LENGTH = 4
 LARGEST_NUM_SLOTS = LARGEST_COUNT  # over all rows
 LARGEST_CHUNK = 2**12  # unless the max_length is larger: the rest would be padding
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
+# For a request whose draft is longer than its engine allows.
+LONGER_DRAFTS = "lower it, or make the engine with a larger draft_length"
 PINNED = "pinned_host"  # JAX's name of that kind of memory
 
 
@@ -40,7 +42,7 @@ def make_loop(
     *,
     verifier: Verifier,
     scheduler: Scheduler,
-    draft_length: int,
+    draft_length: int | None,
     verify_length: int | None,
     tree_depth: int | None = None,
     batch_size: int,
@@ -50,7 +52,8 @@ def make_loop(
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
 ) -> DecodeLoop:
-    """The loop for an engine's settings; without a drafter it decodes plainly.
+    """The loop for an engine's settings; without a drafter it decodes plainly. The default draft
+    length is the drafter's own, and the default verify length is one more than the draft length.
 
     Raises:
       SettingError: a setting out of range, or two that contradict each other.
@@ -60,7 +63,8 @@ def make_loop(
     check_layout(layout)
     batch_size = whole_number("batch_size", batch_size, least=1)
     max_length = whole_number("max_length", max_length, least=1)
-    draft_length = whole_number("draft_length", draft_length)
+    if draft_length is not None:
+        draft_length = whole_number("draft_length", draft_length)
     if verify_length is not None:
         verify_length = whole_number("verify_length", verify_length, least=1)
     if tree_depth is not None:
@@ -83,10 +87,9 @@ def make_loop(
                 f"A verify_length of {verify_length} was given without a drafter; plain decoding "
                 "scores one token per step, so leave it out or give a drafter."
             )
-        verify_length, tree_depth = 1, 0
+        verify_length, tree_depth, given = 1, 0, ""
     else:
-        verify_length = draft_length + 1 if verify_length is None else verify_length
-        check_draft_length(draft_length, verify_length)
+        verify_length, given = choose_verify_length(drafter, draft_length, verify_length)
         drafter.check(target)
         check_taps(target, with_defaults(drafter).taps, f"The drafter {drafter.name}")
         if not (drafter.is_chain or verifier.takes_trees):
@@ -137,10 +140,7 @@ def make_loop(
         trace=trace,
     )
     if loop.longest_prompt < 1:
-        raise SettingError(
-            f"A verify_length of {verify_length} does not fit a max_length of {shape.max_length}; "
-            "raise the max_length or lower the verify_length."
-        )
+        raise does_not_fit(given, verify_length, max_length)
     state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
     check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
     check_parts(loop, drafter)
@@ -197,13 +197,76 @@ def check_exactness(exactness: Any) -> None:
         )
 
 
-def check_draft_length(draft_length: int, verify_length: int) -> None:
-    """Raises `SettingError` unless a draft of this length fits the window."""
-    if not 1 <= draft_length < verify_length:
+def choose_verify_length(
+    drafter: Drafter, draft_length: int | None, verify_length: int | None
+) -> tuple[int, str]:
+    """The number of tokens scored per round, and which of the two settings decides it, in words for
+    `does_not_fit`.
+
+    Raises:
+      SettingError: the settings contradict each other, or leave no room for drafts.
+    """
+    if draft_length is not None:
+        check_draft_length(draft_length, verify_length)
+    default = default_draft_length(drafter)
+    if verify_length is not None:
+        if draft_length is None and verify_length <= default:
+            raise SettingError(
+                f"A verify_length of {verify_length} was given, and {drafter.name} drafts "
+                f"{default} tokens per round by default; raise it to {default + 1} or more, or "
+                "give a draft_length below it."
+            )
+        return verify_length, f"A verify_length of {verify_length}"
+    if draft_length is not None:
+        return draft_length + 1, f"A draft_length of {draft_length}"
+    return default + 1, f"The default draft_length of {drafter.name}, {default},"
+
+
+def does_not_fit(given: str, verify_length: int, max_length: int) -> SettingError:
+    """The error for a round that does not fit into a row.
+
+    Args:
+      given: the setting that decides the verify length, as `choose_verify_length` returns it.
+      verify_length: tokens scored per round.
+      max_length: as it was given.
+    """
+    return SettingError(
+        f"{given} does not fit a max_length of {max_length}: a round scores {verify_length} tokens,"
+        f" and rows have {kv.round_up_to_block(max_length)} slots, so raise the max_length, or "
+        f"lower the {'verify_length' if 'verify_length' in given else 'draft_length'}."
+    )
+
+
+def warn_of_unused(drafter: Drafter | None, **settings: Any) -> None:
+    """Warns, once in a process, of settings that were given (are not None) and have no effect
+    because there is no drafter."""
+    for name, value in settings.items():
+        if drafter is None and value is not None:
+            warn_once(
+                f"{name}={value!r} was given without a drafter, so it has no effect; leave it out, "
+                "or give a drafter."
+            )
+
+
+def check_draft_length(
+    draft_length: int,
+    verify_length: int | None,
+    *,
+    advice: str = "lower it, or raise the verify_length",
+) -> None:
+    """Raises `SettingError` unless a draft of this length fits the window; None for a window that
+    follows from the draft length."""
+    if verify_length is None:
+        if draft_length < 1:
+            raise SettingError(
+                f"A draft length of {draft_length} was given; it must be at least 1, so raise it, "
+                "or decode without a drafter."
+            )
+    elif not 1 <= draft_length < verify_length:
         raise SettingError(
             f"A draft length of {draft_length} was given for a verify_length of {verify_length}; "
             "it must be at least 1 and less than the verify_length, which also counts the newest "
-            "committed token."
+            f"committed token, so {advice if draft_length else 'raise it'}."
         )
 
 

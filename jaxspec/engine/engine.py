@@ -16,6 +16,7 @@ from jaxspec.decode.settings import (
     Exactness,
     as_draft_length,
     default_draft_length,
+    warn_of_unused,
 )
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
@@ -28,7 +29,7 @@ from jaxspec.engine.plan import MemoryPlan
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
-from jaxspec.errors import RequestError, SettingError
+from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
@@ -207,6 +208,17 @@ class Engine:
             mesh=mesh,
             budget_bytes=budget_bytes,
         )
+        warn_of_unused(
+            drafter,
+            draft_length=draft_length,
+            tree_depth=tree_depth,
+            exactness="ties" if exactness == "ties" else None,
+        )
+        if max_logprobs is None and logprobs_mode != "raw_logprobs":
+            warn_once(
+                f"logprobs_mode={logprobs_mode!r} was given without max_logprobs, so it has no "
+                "effect; give max_logprobs too, or leave it out."
+            )
         logprobs = self.executor.loop.logprobs
         max_logprobs = None if logprobs is None else logprobs.num_top
         self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
@@ -243,6 +255,9 @@ class Engine:
           drafter: likewise; a plan that decodes plainly does not use it.
           **options: further arguments of `Engine`.
 
+        A plan for another kind of device, or for a target in another dtype, warns: the engine may
+        then take more bytes than planned.
+
         Raises:
           SettingError: target or drafter store KV in another dtype or window than planned, there
             are fewer devices, or a setting that `Engine` refuses.
@@ -251,6 +266,7 @@ class Engine:
         target = as_model(target)
         drafter = make_drafter(drafter, target)
         plan.check(target, drafter)
+        plan.warn_of_differences(target)
         settings = plan.settings
         if settings.num_devices > 1 and "mesh" not in options:
             devices = jax.local_devices()

@@ -41,7 +41,6 @@ from jaxspec.decode.settings import (
     as_draft_length,
     check_exactness,
     check_num_nodes,
-    default_draft_length,
     home_of,
     make_loop,
     pinned_memory,
@@ -665,12 +664,13 @@ def make_executor(
         raise refusal("logprobs_mode", logprobs_mode, f"one of {', '.join(get_args(LogprobsMode))}")
     is_adaptive = draft_length == "auto" and drafter is not None
     if draft_length == "auto":
-        if verify_length is None and drafter is not None:
-            verify_length = default_draft_length(drafter) + 1
-        draft_length = default_draft_length(None) if verify_length is None else verify_length - 1
-    elif draft_length is None:
-        draft_length = default_draft_length(drafter)
-    elif drafter is not None and verify_length is None:
+        if drafter is not None and verify_length == 1:
+            raise SettingError(
+                "A verify_length of 1 was given with draft_length='auto', and leaves no room for "
+                "drafts; raise it, or leave it out."
+            )
+        draft_length = None if verify_length is None else verify_length - 1
+    elif draft_length is not None and drafter is not None and verify_length is None:
         check_num_nodes(with_defaults(drafter), draft_length)
     logprobs = None
     if max_logprobs is not None:

@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxspec.decode.settings import check_draft_length
+from jaxspec.decode.settings import LONGER_DRAFTS, check_draft_length
 from jaxspec.engine.admission import stop_tokens
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
-from jaxspec.errors import JaxspecWarning, SettingError
+from jaxspec.errors import JaxspecWarning, SettingError, warn_once
 from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.runtime.values import flag, seconds, text, whole_number
 
@@ -88,12 +88,22 @@ class Intake:
         ]
 
     def _draft_length(self, speculate: bool, draft_length: int | None) -> int:
-        if draft_length is None:
-            draft_length = self.draft_length
-        draft_length = whole_number("draft_length", draft_length)
+        given = draft_length is not None
+        draft_length = whole_number("draft_length", draft_length if given else self.draft_length)
         if not flag("speculate", speculate) or self.draft_length == 0:
+            if given and draft_length:
+                why = (
+                    "with speculate=False"
+                    if self.draft_length
+                    else "to an engine without a drafter"
+                )
+                warn_once(
+                    f"draft_length={draft_length} was given {why}, so it has no effect; leave it "
+                    "out."
+                )
             return 0
-        check_draft_length(draft_length, self.executor.shape.verify_length)
+        verify_length = self.executor.shape.verify_length
+        check_draft_length(draft_length, verify_length, advice=LONGER_DRAFTS)
         return draft_length
 
     def _check(self, request: Request) -> None:

@@ -21,7 +21,7 @@ from jaxspec.decode.settings import home_of
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.memory import Parts, in_units
-from jaxspec.errors import SettingError
+from jaxspec.errors import SettingError, warn_once
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.runtime.compilation import shapes_at
 
@@ -286,6 +286,8 @@ class MemoryPlan:
         `kv_sinks`.
       drafter: name of the drafter used instead of a draft model, or None.
       dtype: that of the target's weights, compute and (unless `kv_dtype` differs) KV.
+      device: name of the device whose speed is predicted.
+      platform: JAX's name of the kind of device for which the bytes are planned, such as `gpu`.
       scheduler: name of the scheduler.
       verifier: name of the verifier.
       budget_bytes: the budget per device.
@@ -309,6 +311,8 @@ class MemoryPlan:
     draft_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     drafter: str | None = None
     dtype: str
+    device: str
+    platform: str
     scheduler: str
     verifier: str
     budget_bytes: int
@@ -437,6 +441,22 @@ class MemoryPlan:
                     f"The plan has {argument}={planned!r} for the {what}, which was made with "
                     f"{argument}={given!r}; make it as `MemoryPlan.code` says."
                 )
+
+    def warn_of_differences(self, target: Model) -> None:
+        """Warns, once in a process, if the engine will not take the planned bytes: it runs on
+        another kind of device, or the target was loaded in another dtype."""
+        here, dtype = jax.default_backend(), getattr(target, "dtype", None)
+        found = []
+        if self.platform != here:
+            found.append(f"is for {self.platform} ({self.device}), and its engine runs on {here}")
+        if dtype is not None and jnp.dtype(dtype).name != self.dtype:
+            found.append(f"has the target in {self.dtype}, and it was loaded in {dtype}")
+        if found:
+            warn_once(
+                f"The plan {', and '.join(found)}: the engine may take more than the planned "
+                f"{in_units(self.chosen.bytes.total_bytes)}; plan with the loaded models and for "
+                "this machine, or give the engine a budget_bytes."
+            )
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""

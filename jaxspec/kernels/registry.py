@@ -66,13 +66,12 @@ def check_kernels(name: str) -> None:
             )
         problem = native_problem()
         if problem is not None:
-            raise SettingError(
-                f"kernels='native' was given, but {problem}; install one, or choose 'xla'."
-            )
+            raise SettingError(f"kernels='native' was given, but {problem}, or choose 'xla'.")
 
 
 def native_problem() -> str | None:
-    """Why the CPU kernels cannot be used here, or None; compiles them at the first call."""
+    """Why the CPU kernels cannot be used here, with what to do after a semicolon, or None; compiles
+    them at the first call."""
     from jaxspec.kernels import cpu
 
     return cpu.problem()

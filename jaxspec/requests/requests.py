@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from jaxspec.errors import PromptError, SettingError
+from jaxspec.errors import PromptError, SettingError, warn_once
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.requests.shapes import Prompt, as_prompt, as_prompts
@@ -65,6 +65,7 @@ def make_requests(
     """
     plain = as_prompts(prompts, names)
     each = params_of_prompts(params, len(plain))
+    _warn_of_unused(plain, chat_template=chat_template, chat_template_kwargs=chat_template_kwargs)
     requests = []
     for index, (prompt, one) in enumerate(zip(plain, each, strict=True)):
         name = f"Prompt {index}" if names is None else names[index]
@@ -82,6 +83,22 @@ def make_requests(
         one.check_token_ids(name, model)
         requests.extend(_samples(str(index), ids, one))
     return requests
+
+
+def _warn_of_unused(prompts: Sequence[Any], **settings: Any) -> None:
+    """Warns, once in a process, of settings of chats if no prompt is one."""
+    has_chat = any(not isinstance(each, str) and _is_chat(each) for each in prompts)
+    for name, value in settings.items():
+        is_given = value is not None and not (isinstance(value, Mapping) and not value)
+        if is_given and not has_chat and len(prompts):
+            warn_once(
+                f"{name} was given, and no prompt is a chat, so it has no effect; leave it out, or "
+                "give lists of messages."
+            )
+
+
+def _is_chat(plain: Sequence[Any]) -> bool:
+    return len(plain) > 0 and isinstance(plain[0], Mapping)
 
 
 def params_of_prompts(

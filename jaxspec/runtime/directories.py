@@ -32,14 +32,22 @@ def cache_directory() -> Path:
 
     Raises:
       SettingError: its path is not UTF-8, begins with an unknown home directory, or is relative to
-        a current directory that was removed.
+        a current directory that was removed; or the user has no home directory.
     """
     import platformdirs
 
     chosen = os.environ.get("JAXSPEC_CACHE")
-    path = Path(platformdirs.user_cache_dir("jaxspec"))
     if chosen:
         path = absolute(expand_user(chosen))
+    else:
+        try:
+            path = absolute(platformdirs.user_cache_dir("jaxspec"))
+        except RuntimeError as error:
+            raise SettingError(
+                "This process has no home directory for the cache (HOME is not set to one, and "
+                f"user {os.getuid()} has no entry in the system's list of users); name a cache "
+                "directory with JAXSPEC_CACHE."
+            ) from error
     try:
         str(path).encode()
     except UnicodeEncodeError as error:

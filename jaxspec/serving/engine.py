@@ -45,10 +45,12 @@ from jax.core import Tracer
 from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
+    LONGER_DRAFTS,
     check_draft_length,
     default_draft_length,
     make_loop,
     warn_of_long_rows,
+    warn_of_unused,
 )
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
@@ -174,9 +176,6 @@ class ServingEngine:
     ):
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        if draft_length is None:
-            draft_length = default_draft_length(drafter)
-        draft_length = whole_number("draft_length", draft_length)
         loop = make_loop(
             target,
             drafter,
@@ -190,7 +189,11 @@ class ServingEngine:
         )
         warn_of_long_rows(target, drafter, max_length)
         self.shape = loop.shape
-        self.draft_length = draft_length if drafter is not None else 0
+        warn_of_unused(drafter, draft_length=draft_length)
+        self.draft_length = 0
+        if drafter is not None:
+            chosen = default_draft_length(drafter) if draft_length is None else draft_length
+            self.draft_length = whole_number("draft_length", chosen)
         # Prompts are prefilled by the same functions, in a state of one row.
         one_row = dataclasses.replace(self.shape, batch_size=1)
         self._batch = Executor(loop)
@@ -276,10 +279,11 @@ class ServingEngine:
         request = self._make_request(prompt, params, chat_template, chat_template_kwargs)
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
+        warn_of_unused(self.drafter, draft_length=draft_length or None)
         if draft_length is None or self.drafter is None:
             draft_length = self.draft_length
         elif draft_length != 0:
-            check_draft_length(draft_length, self.shape.verify_length)
+            check_draft_length(draft_length, self.shape.verify_length, advice=LONGER_DRAFTS)
         admission = make_admission(request, self._batch.loop, draft_length=draft_length)
         programs = self.programs
         state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)

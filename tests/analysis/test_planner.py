@@ -16,6 +16,7 @@ import pytest
 import toy
 
 import jaxspec
+from jaxspec import errors
 from jaxspec.analysis.baseline import baseline_bytes
 from jaxspec.analysis.devices import read_device
 from jaxspec.analysis.planner import Planner, choose, plan_memory
@@ -40,7 +41,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import measure_parts, num_bytes
 from jaxspec.engine.plan import PlanBytes, PlannedRun, PlanSettings
-from jaxspec.errors import SettingError
+from jaxspec.errors import JaxspecWarning, SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
@@ -464,6 +465,32 @@ def test_a_plan_makes_its_engine():
         Engine.from_plan(other, target, drafter)
     for line in ("jaxspec.load_model", "jaxspec.DraftModel", "draft_length=2"):
         assert line in found.code
+
+
+def test_a_plan_for_another_device_says_so(recwarn):
+    search = dataclasses.replace(SMALL, draft_lengths=(0,))
+    options = {"batch": 2, "context": 100, "search": search, "compiles": "short"}
+    target = toy.model(num_layers=1, dtype="float32")
+
+    def said(plan):
+        errors.warn_once.cache_clear()
+        recwarn.clear()
+        for _ in range(2):
+            Engine.from_plan(plan, target)
+        return [str(each.message) for each in recwarn if each.category is JaxspecWarning]
+
+    elsewhere = plan_memory(target.config, None, GIB, device="h200", **options)
+    assert (elsewhere.device, elsewhere.platform) == ("h200", "gpu")
+    assert any("on this machine (cpu) may take more" in remark for remark in elsewhere.remarks)
+    [sentence] = said(elsewhere)
+    assert sentence.startswith(
+        "The plan is for gpu (h200), and its engine runs on cpu, and has the target in bfloat16, "
+        "and it was loaded in float32: the engine may take more than the planned "
+    )
+    here = plan_memory(target, None, GIB, device="h200", **options)
+    assert here.platform == "cpu"
+    assert said(here) == []
+    assert elsewhere.to_json()["platform"] == "gpu"
 
 
 @pytest.mark.parametrize(("dtype", "is_tied"), [("bfloat16", True), ("float32", False)])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import resource
 import subprocess
@@ -14,8 +16,10 @@ import hf_checkpoints
 import jax
 import pytest
 from attack.outcomes import Tally, of_process
+from rich.console import Console
 
 from jaxspec import cli
+from jaxspec.commands import progress
 from jaxspec.errors import SettingError
 from jaxspec.kernels import cpu
 from jaxspec.runtime.directories import cache_directory
@@ -185,6 +189,119 @@ def test_errors_in_threads_of_tensorstore_are_not_printed(capsys):
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EPERM, errno.EROFS])
+def test_a_file_that_the_system_refuses(number):
+    """Wherever that happens, it is a sentence that names the file."""
+    reason = os.strerror(number)
+    for name in ("/some/caf\u00e9", b"/some/caf\xc3\xa9"):
+        ending = cli.ending_of(OSError(number, reason, name))
+        assert ending is not None
+        assert ending.status == 1
+        assert ending.message == (
+            f"error: /some/caf\u00e9 cannot be used ({reason}); let this process use it, or name "
+            "another.\n"
+        )
+    assert cli.ending_of(OSError(number, reason)) is None
+    assert cli.ending_of(OSError(errno.ENOENT, "gone", "/some")) is None
+
+
+def test_a_variable_of_the_hub(refusal, monkeypatch):
+    def fail(name):
+        raise ValueError("invalid literal for int() with base 10: 'x'")
+
+    monkeypatch.setenv("HF_HUB_DOWNLOAD_TIMEOUT", "x")
+    monkeypatch.setattr(cli.importlib, "import_module", fail)
+    assert "A variable of the hub (HF_...) is malformed (invalid literal" in refusal()
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_any_text_can_be_printed_and_read(monkeypatch, encoding):
+    written = io.BytesIO()
+    typed = io.BytesIO("caf\u00e9 \u2192".encode() + b"\xff\n")
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding))
+    monkeypatch.setattr(sys, "stderr", io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(typed, encoding=encoding))
+    cli.take_any_text()
+    print("caf\u00e9 \u2192 \U0001f600 \udcff")
+    print("caf\u00e9 \u2192 \U0001f600 \udcff", file=sys.stderr)
+    sys.stdout.flush()
+    assert b"\\udcff" in written.getvalue()
+    line = sys.stdin.readline()
+    if encoding in ("ascii", "utf-8"):
+        assert line == "caf\u00e9 \u2192\udcff\n"
+
+
+def test_an_argument_in_utf8_where_the_locale_is_not(refusal, monkeypatch):
+    monkeypatch.setattr(sys, "getfilesystemencoding", lambda: "ascii")
+    with pytest.raises(SettingError) as refused:
+        cli.check_arguments(["generate", "caf\udcc3\udca9"])
+    assert str(refused.value) == (
+        "Argument 2, 'caf\\udcc3\\udca9', is in UTF-8, and the locale's encoding is ascii; set "
+        "LC_ALL=C.UTF-8 or PYTHONUTF8=1."
+    )
+    with pytest.raises(SettingError, match="is not UTF-8; give it in UTF-8"):
+        cli.check_arguments(["caf\udce9"])
+    error = UnicodeEncodeError("ascii", "caf\u00e9", 3, 4, "ordinal not in range(128)")
+    ending = cli.ending_of(error)
+    assert ending is not None
+    assert ending.message.startswith("error: The locale's encoding is ascii, which lacks a")
+    monkeypatch.undo()
+    assert cli.ending_of(error) is None  # a bug
+
+
+def test_spinners_fit_the_terminal(monkeypatch):
+    for encoding, spinner in (("ascii", "line"), ("utf-8", "dots")):
+        console = Console(file=io.TextIOWrapper(io.BytesIO(), encoding=encoding))
+        monkeypatch.setattr(progress, "standard_error", lambda console=console: console)
+        assert progress.working("loading")._spinner.name == spinner
+
+
+NO_HOME = """
+import os, pwd, sys
+del os.environ["HOME"]
+if os.getuid() == 0:
+    os.setresuid(4242, 0, 0)  # the files of this Python may be root's
+def getpwuid(number):
+    raise KeyError(f"getpwuid(): uid not found: {number}")
+pwd.getpwuid = getpwuid
+from jaxspec import cli, load_model
+from jaxspec.errors import JaxspecError
+for name in sys.argv[1:]:
+    try:
+        load_model(name)
+    except JaxspecError as error:
+        print("refused:", error)
+    else:
+        print("loaded")
+sys.exit(cli.main(["cache", "list"]))
+"""
+
+
+@pytest.mark.parametrize("has_cache", [True, False])
+def test_a_user_without_home_and_without_entry(tmp_path, has_cache):
+    names = ("JAXSPEC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "CXX")
+    env = {name: value for name, value in os.environ.items() if name not in names}
+    if has_cache:
+        env["JAXSPEC_CACHE"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_HOME, "demo-draft", "nobody/no-model"],
+        env={"HOME": str(tmp_path), **env, "CXX": "no-compiler"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert "Traceback" not in done.stderr
+    demo, hub = done.stdout.splitlines()[:2]
+    if has_cache:
+        assert demo == "loaded"
+        assert hub.startswith("refused: There is no home directory to download to (HOME is not")
+        assert done.returncode == 0
+    else:
+        assert "name a cache directory with JAXSPEC_CACHE." in done.stdout + done.stderr
+        assert done.returncode == 1
+        assert done.stderr.splitlines()[-1].startswith("error: This process has no home directory")
+
+
 # Shell commands before `jaxspec generate`, and variables for it.
 SHELLS = {
     **{f"ulimit -f {size}": {} for size in (0, 1, 8, 64)},
@@ -215,11 +332,52 @@ VARIABLES = {
     "PATH": ("",),
     "PYTHONWARNINGS": ("error", "garbage"),
     "XLA_FLAGS": ("garbage", "--xla_nothing=1"),
+    "PYTHONIOENCODING": ("ascii", "latin-1", "ascii:strict", "utf-16"),
     "COLUMNS": ("0", "x"),
     "TERM": ("garbage",),
     "TZ": ("garbage",),
     "MPLBACKEND": ("x",),
 }
+
+
+PROMPT = "caf\u00e9 \u2192 \U0001f600"
+# Variables of a locale that is not UTF-8, and arguments of `jaxspec` in it; {} is a directory.
+C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+LOCALES = (C_LOCALE, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"})
+IN_LOCALES = (
+    "generate --target demo-target --draft demo-draft --prompts {}/prompts.txt --max-tokens 9",
+    "generate --target demo-target --prompts {}/prompts.txt --max-tokens 4 --json --logprobs 2",
+    "generate --target demo-target --prompts {}/caf\u00e9.txt --max-tokens 4",
+    "generate --target demo-target --prompts {}/none-\u2192.txt --max-tokens 4",
+    "generate --target demo-target --prompts {}/prompts.txt --output {}/o\u2192 --max-tokens 4",
+    "generate --target demo-target --prompts {}/prompts.txt --trace {}/\u2192.parquet",
+    "generate --target {}/caf\u00e9 --prompts {}/prompts.txt --max-tokens 4",
+    "compare --target demo-target --drafter none --drafter ngram --limit 2 --max-tokens 4",
+    "convert {}/caf\u00e9 {}/out",
+    "plan --target qwen3-0.6b --budget 8GiB --short",
+    "chat --target demo-target --max-tokens 4",
+    "cache list",
+    "env",
+    "bench --help",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_every_terminal_that_is_not_utf8(tmp_path, record_property):
+    tally = Tally("terminals")
+    for index, locale in enumerate(LOCALES):
+        for position, line in enumerate(IN_LOCALES):
+            place = tmp_path / f"{index}-{position}"
+            (place / "caf\u00e9").mkdir(parents=True)
+            for name in ("prompts.txt", "caf\u00e9.txt"):
+                (place / name).write_text(f"{PROMPT}\n", encoding="utf-8")
+            command = [*JAXSPEC, *(word.format(place) for word in line.split())]
+            options = {"cwd": place, "input": f"{PROMPT}\n/quit\n".encode()}
+            env = {**os.environ, "PYTHONPATH": os.getcwd(), **locale}
+            outcome = of_process([word.encode() for word in command], env=env, **options)
+            tally.add(f"{line} {locale}", outcome)
+    tally.finish(record_property)
 
 
 def _tried(shell: str, variables: dict[str, str], place, tally: Tally) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -20,13 +21,23 @@ from jaxspec import (
     Rejection,
     SamplingParams,
     Typical,
+    compare,
+    errors,
     sampling,
 )
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.engine.progress import Progress
-from jaxspec.errors import ModelError, PromptError, SettingError
+from jaxspec.errors import JaxspecWarning, ModelError, PromptError, SettingError
 from jaxspec.models.prefill import chain_window
+from jaxspec.serving import ServingEngine
 from jaxspec.types import Origin
+
+
+class Wide(toy.TreeOracle):
+    """Drafts 200 nodes by default."""
+
+    num_nodes = 200
+
 
 PROMPTS = toy.prompts((3, 9, 1, 40, 6))
 PROGRAMS = ("init", "admit", "prefill", "run")
@@ -111,6 +122,135 @@ def test_settings_out_of_range(target, settings, message):
     with pytest.raises(SettingError) as raised:
         Engine(target, **settings)
     assert message in str(raised.value)
+
+
+SHORT = {"max_length": 64}
+
+
+@pytest.mark.parametrize("make", [Engine, ServingEngine])
+@pytest.mark.parametrize(
+    ("settings", "message", "others"),
+    [
+        (
+            SHORT | {"draft_length": 1000},
+            "A draft_length of 1000 does not fit a max_length of 64: a round scores 1001 tokens, "
+            "and rows have 128 slots, so raise the max_length, or lower the draft_length.",
+            "verify_length",
+        ),
+        (
+            SHORT | {"verify_length": 200},
+            "A verify_length of 200 does not fit a max_length of 64: a round scores 200 tokens, "
+            "and rows have 128 slots, so raise the max_length, or lower the verify_length.",
+            "draft_length",
+        ),
+        (
+            SHORT | {"draft_length": 3, "verify_length": 200},
+            "A verify_length of 200 does not fit a max_length of 64: ",
+            "draft_length",
+        ),
+        (
+            SHORT | {"drafter": Wide((), name="wide")},
+            "The default draft_length of wide, 200, does not fit a max_length of 64: a round "
+            "scores 201 tokens, and rows have 128 slots, so raise the max_length, or lower the "
+            "draft_length.",
+            "verify_length",
+        ),
+        (
+            {"draft_length": 0},
+            "A draft length of 0 was given; it must be at least 1, so raise it, or decode without "
+            "a drafter.",
+            "verify_length",
+        ),
+        (
+            {"verify_length": 3},
+            "A verify_length of 3 was given, and ngram:1-4 drafts 4 tokens per round by default; "
+            "raise it to 5 or more, or give a draft_length below it.",
+            "draft length of 4",
+        ),
+    ],
+)
+def test_errors_name_the_setting_that_was_given(target, make, settings, message, others):
+    with pytest.raises(SettingError) as raised:
+        make(target, **{"drafter": NGram()} | settings)
+    assert str(raised.value).startswith(message)
+    assert others not in str(raised.value)
+
+
+def test_errors_of_automatic_draft_lengths_name_the_setting_that_was_given(target):
+    for settings, message in (
+        ({"verify_length": 1}, "A verify_length of 1 was given with draft_length='auto'"),
+        (
+            {"drafter": Wide((), name="wide"), "max_length": 64},
+            "The default draft_length of wide, 200, does",
+        ),
+        ({"verify_length": 200, "max_length": 64}, "A verify_length of 200 does not fit"),
+    ):
+        with pytest.raises(SettingError, match=message):
+            Engine(target, **{"drafter": NGram(), "draft_length": "auto"} | settings)
+    with pytest.raises(
+        SettingError, match="A draft_length of 1000 does not fit a max_length of 64"
+    ):
+        compare(target, ["none", "ngram"], PROMPTS, draft_length=1000, max_length=64)
+
+
+def test_a_request_for_too_long_drafts_hears_of_the_engine(target):
+    with pytest.raises(SettingError, match="or make the engine with a larger draft_length"):
+        Engine(target, NGram(), max_length=128).submit(PROMPTS[0], draft_length=9)
+
+
+@pytest.fixture
+def said():
+    """Calls a function twice; what it warned of."""
+
+    def call(function, *arguments, **settings):
+        errors.warn_once.cache_clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                function(*arguments, **settings)
+        return [str(each.message) for each in caught if each.category is JaxspecWarning]
+
+    yield call
+    errors.warn_once.cache_clear()
+
+
+def test_settings_without_effect_are_said_once(target, said):
+    small = {"max_length": 128, "batch_size": 1}
+    advice = "was given without a drafter, so it has no effect; leave it out, or give a drafter."
+    for make in (Engine, ServingEngine):
+        assert said(make, target, draft_length=4, **small) == [f"draft_length=4 {advice}"]
+        assert said(make, target, **small) == []
+        assert said(make, target, NGram(), draft_length=4, **small) == []
+        assert said(make, target, NGram(), **small) == []
+    assert said(Engine, target, draft_length="auto", **small) == [f"draft_length='auto' {advice}"]
+    assert said(Engine, target, tree_depth=2, **small) == [f"tree_depth=2 {advice}"]
+    assert said(Engine, target, exactness="ties", **small) == [f"exactness='ties' {advice}"]
+    [logprobs] = said(Engine, target, logprobs_mode="processed_logprobs", **small)
+    assert logprobs.startswith("logprobs_mode='processed_logprobs' was given without max_logprobs")
+
+
+def test_settings_of_requests_without_effect_are_said_once(target, engine, said):
+    few = SamplingParams(max_tokens=1)
+    plain = Engine(target, max_length=128, batch_size=1)
+    assert said(plain.generate, PROMPTS[:1], few, draft_length=3) == [
+        "draft_length=3 was given to an engine without a drafter, so it has no effect; leave it "
+        "out."
+    ]
+    assert said(plain.generate, PROMPTS[:1], few) == []
+    assert said(plain.generate, PROMPTS[:1], few, speculate=False) == []
+    assert said(engine.generate, PROMPTS[:1], few, draft_length=3, speculate=False) == [
+        "draft_length=3 was given with speculate=False, so it has no effect; leave it out."
+    ]
+    assert said(engine.generate, PROMPTS[:1], few, draft_length=3) == []
+    for prompts in ("text", ["text", [1, 2]]):
+        [kwargs] = said(engine.generate, prompts, few, chat_template_kwargs={"a": 1})
+        assert kwargs.startswith("chat_template_kwargs was given, and no prompt is a chat, so it")
+    [template] = said(engine.generate, ["text"], few, chat_template="{{ messages }}")
+    assert template.startswith("chat_template was given, and no prompt is a chat")
+    chat = [{"role": "user", "content": "a"}]
+    template = "{{ messages[0]['content'] }}"
+    assert said(engine.generate, ["text", chat], few, chat_template=template) == []
+    assert said(engine.generate, [], few, chat_template=template) == []
 
 
 def test_drafter_must_fit_the_target():

@@ -684,7 +684,7 @@ def test_where_they_cannot_be_used_that_is_announced_once(monkeypatch, caplog):
 def test_models_are_loaded_with_them_where_they_can_be_used(monkeypatch):
     assert load_model("demo-draft").kernels == "native"
     assert load_model("demo-draft", kernels="xla").kernels == "xla"
-    monkeypatch.setattr(native, "problem", lambda: "no C++ compiler was found (c++)")
+    monkeypatch.setattr(native, "problem", lambda: "no C++ compiler was found (c++); install one")
     assert load_model("demo-draft").kernels == "xla"
     with pytest.raises(SettingError, match=r"no C\+\+ compiler was found .*; install one, or"):
         load_model("demo-draft", kernels="native")

@@ -1,6 +1,7 @@
 """The CPU kernels' library: compiled once, in a directory of the user's, by whatever compiler there
 is; and a process of its own for each number of threads."""
 
+import errno
 import hashlib
 import os
 import pathlib
@@ -9,13 +10,15 @@ import re
 import stat
 import subprocess
 import sys
+import tempfile
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_cpu import CASES, attention_inputs, product_inputs, run
 
-from jaxspec.kernels import cpu
+from jaxspec.errors import SettingError
+from jaxspec.kernels import cpu, registry
 from jaxspec.kernels.cpu import build
 from jaxspec.kernels.cpu.build import OPTIONS, SOURCE
 from jaxspec.runtime.directories import KERNELS_DIRECTORY, cache_directory
@@ -116,11 +119,14 @@ def times_compiled(tmp_path):
             "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1",
             "{} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17",
         ),
-        ("exit 3", "{} could not compile kernels.cc: exit status 3"),
+        (
+            "exit 3",
+            "{} could not compile kernels.cc: exit status 3; name another compiler with CXX",
+        ),
         ("head -c 99999 /dev/urandom >&2; exit 4", "{} could not compile kernels.cc: "),
-        ("exit 0", "{} wrote no library"),
-        ('for last; do :; done; echo rubbish > "$last"', "{} made no library that can be loaded"),
-        ("sleep 1000 & wait", "{} took longer than 1 s"),
+        ("exit 0", "{} wrote no library; name another compiler with CXX"),
+        ('for last; do :; done; echo rubbish > "$last"', "{} made no library that can be loaded ("),
+        ("sleep 1000 & wait", "{} took longer than 1 s; try again when the machine is less busy"),
     ],
     ids=["fails", "fails silently", "prints rubbish", "writes nothing", "writes rubbish", "hangs"],
 )
@@ -134,10 +140,105 @@ def test_a_compiler_that_fails_is_a_sentence(tmp_path, commands, complaint):
 
 
 def test_without_a_compiler_there_is_a_sentence(tmp_path):
+    advice = "correct it, or leave it out"
     said, _ = problem_of(tmp_path, tmp_path / "nowhere")
-    assert said == f"no C++ compiler was found ({tmp_path / 'nowhere'})"
+    assert said == f"CXX is {tmp_path / 'nowhere'}, and there is no such program; {advice}"
     said, _ = problem_of(tmp_path, "'c++")
-    assert said == 'CXX is "\'c++", which is no command (No closing quotation)'
+    assert said == f'CXX is "\'c++", which is no command (No closing quotation); {advice}'
+
+
+def _without_compilers(tmp_path, monkeypatch):
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(build, "COMPILERS", ("no-compiler",))
+
+
+def _link(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache" / ".kernels").symlink_to(tmp_path / "elsewhere")
+
+
+def _link_to_nothing(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".kernels").symlink_to(tmp_path / "nothing")
+
+
+def _file(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / ".kernels").touch()
+
+
+def _cache_is_a_file(tmp_path, monkeypatch):
+    (tmp_path / "cache").touch()
+
+
+def _shared(tmp_path, monkeypatch):
+    (tmp_path / "cache" / ".kernels").mkdir(parents=True)
+    (tmp_path / "cache" / ".kernels").chmod(0o777)
+
+
+def _full_disk(tmp_path, monkeypatch):
+    def refuse(path, *args, **options):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(build, "only_writer", refuse)
+
+
+def _no_temporary_directory(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
+
+
+def _program_cannot_be_run(tmp_path, monkeypatch):
+    (tmp_path / "rubbish").write_bytes(b"\0")
+    (tmp_path / "rubbish").chmod(0o755)
+    monkeypatch.setenv("CXX", str(tmp_path / "rubbish"))
+
+
+@pytest.mark.parametrize(
+    ("arrange", "reason"),
+    [
+        (_without_compilers, "no C++ compiler was found (no-compiler); install one"),
+        (
+            _link,
+            "{}/.kernels cannot be used (it is a symbolic link, and code is not loaded through "
+            "one); remove the link, or {own}",
+        ),
+        (
+            _link_to_nothing,
+            "{}/.kernels cannot be used (it is a symbolic link, and code is not loaded through "
+            "one); remove the link, or {own}",
+        ),
+        (_file, "{}/.kernels cannot be used (Not a directory); {own}"),
+        (_cache_is_a_file, "{}/.kernels cannot be used (Not a directory); {own}"),
+        (
+            _shared,
+            "other users may write to {}/.kernels, and code is not loaded from there; remove it, "
+            "or {own}",
+        ),
+        (_full_disk, "{}/.kernels cannot be used (No space left on device); {own}"),
+        (
+            _no_temporary_directory,
+            "no temporary directory can be made (No such file or directory); name a directory with "
+            "room for one with TMPDIR",
+        ),
+        (
+            _program_cannot_be_run,
+            "{}/../rubbish cannot be run (Exec format error); name another compiler with CXX",
+        ),
+    ],
+)
+def test_every_reason_has_its_own_advice(tmp_path, monkeypatch, arrange, reason):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    arrange(tmp_path, monkeypatch)
+    with pytest.raises(build.BuildError) as refused:
+        build.load_library()
+    own = "set JAXSPEC_CACHE to a directory of your own"
+    wanted = reason.format(tmp_path / "cache", own=own).replace("/cache/../", "/")
+    assert str(refused.value) == wanted
+    monkeypatch.setattr(cpu, "problem", lambda: wanted)
+    with pytest.raises(SettingError) as refused:
+        registry.check_kernels("native")
+    assert str(refused.value) == f"kernels='native' was given, but {wanted}, or choose 'xla'."
 
 
 def test_they_are_compiled_once_with_the_options_of_cxx(tmp_path, library):

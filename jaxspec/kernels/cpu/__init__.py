@@ -47,7 +47,8 @@ _PANEL, _INPUTS = 16, 32  # columns of a panel, and what inputs are padded to a 
 
 
 def problem() -> str | None:
-    """The reason why the kernels cannot be used here, or None; compiles them if necessary."""
+    """The reason why the kernels cannot be used here, with what to do after a semicolon, or None;
+    compiles them if necessary."""
     return _load()[1]
 
 

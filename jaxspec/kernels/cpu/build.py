@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import logging
 import os
@@ -48,8 +49,13 @@ TIMEOUT_S = 600  # it takes seconds, and minutes on a machine that is busy
 _log = logging.getLogger("jaxspec.runtime.compilation")
 
 
+ANOTHER_COMPILER = "name another compiler with CXX"
+ANOTHER_CACHE = "set JAXSPEC_CACHE to a directory of your own"
+
+
 class BuildError(Exception):
-    """The library cannot be had; the message is half a sentence that says why."""
+    """The library cannot be had. The message is half a sentence that says why and, after a
+    semicolon, what to do."""
 
 
 def load_library() -> ctypes.CDLL:
@@ -59,7 +65,7 @@ def load_library() -> ctypes.CDLL:
       BuildError: there is no compiler, it failed, or the cache directory is not safe to load from.
     """
     compiler = _compiler()
-    sources = [path.read_text() for path in (SOURCE, *HEADERS)]
+    sources = [path.read_text(encoding="utf-8") for path in (SOURCE, *HEADERS)]
     what = [*sources, *OPTIONS, *processor_options(), *compiler, version("jaxlib"), _cpu()]
     key = hashlib.sha256("\0".join(what).encode()).hexdigest()[:16]
     path = cache_directory() / KERNELS_DIRECTORY
@@ -71,7 +77,9 @@ def load_library() -> ctypes.CDLL:
                     # Another process may have made it meanwhile.
                     library = _load_built(directory, key) or _build(compiler, directory, key)
     except OSError as error:
-        raise BuildError(f"{path} cannot be used ({error.strerror or error})") from error
+        is_no_directory = isinstance(error, FileExistsError)
+        reason = os.strerror(errno.ENOTDIR) if is_no_directory else error.strerror or error
+        raise BuildError(f"{path} cannot be used ({reason}); {ANOTHER_CACHE}") from error
     return library
 
 
@@ -82,14 +90,21 @@ def _build(compiler: Sequence[str], directory: pathlib.Path, key: str) -> ctypes
     finally:
         _log.info("compiled the CPU kernels", extra={"compiling": False})
     unfinished = directory / "unfinished"
+    finished = directory / f"kernels-{key}-{hashlib.sha256(made).hexdigest()}.so"
     with uninterrupted:
         unfinished.write_bytes(made)
         unfinished.chmod(0o600)
-        os.replace(unfinished, directory / f"kernels-{key}-{hashlib.sha256(made).hexdigest()}.so")
-    library = _load_built(directory, key)
-    if library is None:
-        raise BuildError(f"{shlex.join(compiler)} made no library that can be loaded")
-    return library
+        os.replace(unfinished, finished)
+    try:
+        return _load(finished)
+    except OSError as error:
+        finished.unlink()
+        reason = str(error).rpartition(": ")[2]
+        raise BuildError(
+            f"{shlex.join(compiler)} made no library that can be loaded ({reason}); "
+            f"{ANOTHER_COMPILER}, or set JAXSPEC_CACHE to a directory on a disk from which "
+            "programs may be run"
+        ) from error
 
 
 def _compiler() -> list[str]:
@@ -98,12 +113,18 @@ def _compiler() -> list[str]:
     try:
         commands = [shlex.split(named)] if named else [[name] for name in COMPILERS]
     except ValueError as error:
-        raise BuildError(f"CXX is {named!r}, which is no command ({error})") from error
+        raise BuildError(
+            f"CXX is {named!r}, which is no command ({error}); correct it, or leave it out"
+        ) from error
     for program, *others in commands:
         found = shutil.which(program)
         if found is not None:
             return [found, *others]
-    raise BuildError(f"no C++ compiler was found ({named or ', '.join(COMPILERS)})")
+    if named:
+        raise BuildError(
+            f"CXX is {named}, and there is no such program; correct it, or leave it out"
+        )
+    raise BuildError(f"no C++ compiler was found ({', '.join(COMPILERS)}); install one")
 
 
 @contextlib.contextmanager
@@ -116,6 +137,7 @@ def _private_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         path.mkdir(mode=0o700)
+    _check_no_link(path, path.lstat())
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         _check_private(path, os.fstat(descriptor))
@@ -126,12 +148,24 @@ def _private_directory(path: pathlib.Path) -> Iterator[pathlib.Path]:
 
 
 def _check_private(path: pathlib.Path, found: os.stat_result) -> None:
+    _check_no_link(path, found)
     if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        shown = path.parent.resolve() / path.name
         raise BuildError(
-            f"other users may write to {shown}, and code is not loaded from there; remove it, or "
-            "set JAXSPEC_CACHE to a directory of your own"
+            f"other users may write to {_shown(path)}, and code is not loaded from there; remove "
+            f"it, or {ANOTHER_CACHE}"
         )
+
+
+def _check_no_link(path: pathlib.Path, found: os.stat_result) -> None:
+    if stat.S_ISLNK(found.st_mode):
+        raise BuildError(
+            f"{_shown(path)} cannot be used (it is a symbolic link, and code is not loaded through "
+            f"one); remove the link, or {ANOTHER_CACHE}"
+        )
+
+
+def _shown(path: pathlib.Path) -> pathlib.Path:
+    return path.parent.resolve() / path.name
 
 
 def _load_built(directory: pathlib.Path, key: str) -> ctypes.CDLL | None:
@@ -140,22 +174,36 @@ def _load_built(directory: pathlib.Path, key: str) -> ctypes.CDLL | None:
         _check_private(path, path.lstat())
         if path.stem.endswith(f"-{sha256_of(path)}"):
             with contextlib.suppress(OSError):  # of another architecture, say
-                library = ctypes.CDLL(str(path))
-                if all(hasattr(library, name) for name in SYMBOLS):
-                    return library
+                return _load(path)
         path.unlink()
     return None
 
 
+def _load(path: pathlib.Path) -> ctypes.CDLL:
+    """Loads a library; raises `OSError` if that cannot be done, or if it lacks a function."""
+    library = ctypes.CDLL(str(path))
+    missing = [name for name in SYMBOLS if not hasattr(library, name)]
+    if missing:
+        raise OSError(f"it lacks {missing[0]}")
+    return library
+
+
 def _compile(compiler: Sequence[str]) -> bytes:
     """The library's content."""
-    with temporary_directory() as working:
+    with contextlib.ExitStack() as stack:
+        try:
+            working = stack.enter_context(temporary_directory())
+        except OSError as error:
+            raise BuildError(
+                f"no temporary directory can be made ({error.strerror}); name a directory with "
+                "room for one with TMPDIR"
+            ) from error
         made = working / "kernels.so"
         options = [*OPTIONS, *processor_options(), f"-isystem{jax.ffi.include_dir()}"]
         command = [*compiler, *options, str(SOURCE)]
         _run(compiler, [*command, "-o", str(made)])
         if not made.is_file():
-            raise BuildError(f"{shlex.join(compiler)} wrote no library")
+            raise BuildError(f"{shlex.join(compiler)} wrote no library; {ANOTHER_COMPILER}")
         return made.read_bytes()
 
 
@@ -165,13 +213,16 @@ def _run(compiler: Sequence[str], command: list[str]) -> None:
     try:
         process = run_child(command, timeout_s=TIMEOUT_S)
     except OSError as error:
-        raise BuildError(f"{name} cannot be run ({error.strerror})") from error
+        raise BuildError(f"{name} cannot be run ({error.strerror}); {ANOTHER_COMPILER}") from error
     except subprocess.TimeoutExpired as error:
-        raise BuildError(f"{name} took longer than {TIMEOUT_S} s") from error
+        raise BuildError(
+            f"{name} took longer than {TIMEOUT_S} s; try again when the machine is less busy, or "
+            f"{ANOTHER_COMPILER}"
+        ) from error
     if process.returncode != 0:
         errors = [line for line in process.stderr.splitlines() if "error" in line]
         said = errors[0][:200] if errors else f"exit status {process.returncode}"
-        raise BuildError(f"{name} could not compile {SOURCE.name}: {said}")
+        raise BuildError(f"{name} could not compile {SOURCE.name}: {said}; {ANOTHER_COMPILER}")
 
 
 def processor_options() -> tuple[str, ...]:
@@ -192,5 +243,5 @@ def _cpu() -> str:
     if not info.exists():
         return f"{platform.machine()} {platform.processor()}"
     wanted = ("vendor_id", "flags", "Features")
-    lines = info.read_text().splitlines()
+    lines = info.read_text(encoding="utf-8", errors="replace").splitlines()
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
