@@ -357,7 +357,7 @@ def test_checkpoints_import_neither_transformers_nor_torch():
 
 
 def test_random_presets(monkeypatch):
-    asked = []
+    asked, place = [], jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def record(preset, **options):
         asked.append((preset, options["dtype"], options["sharding"]))
@@ -366,12 +366,12 @@ def test_random_presets(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(resolve.registry, "random_model", record)
         assert load_model("random:vicuna-68m") is tiny_model()
-        load_model("random:vicuna-68m", dtype="bf16", sharding="replicated")
+        load_model("random:vicuna-68m", dtype="bf16", sharding=place)
         patch.setattr(jax, "default_backend", lambda: "gpu")
         load_model("random:vicuna-68m")
     assert asked == [
         ("vicuna-68m", jnp.float32, None),
-        ("vicuna-68m", jnp.bfloat16, "replicated"),
+        ("vicuna-68m", jnp.bfloat16, place),
         ("vicuna-68m", jnp.bfloat16, None),
     ]
     with pytest.raises(ModelError, match=r"no preset 'huge'; choose one of .*vicuna-7b"):
