@@ -29,4 +29,4 @@ def test_both_dtypes_are_timed_in_turns():
 
 def test_no_context_is_refused():
     with pytest.raises(SettingError, match="--contexts nothing was given"):
-        KvBench(contexts=()).measure()
+        KvBench(contexts=()).check()

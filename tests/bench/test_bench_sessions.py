@@ -25,4 +25,4 @@ def test_a_second_turn_prefills_only_what_is_new():
 
 def test_a_history_without_a_prompt_is_refused():
     with pytest.raises(SettingError, match="--histories 64 was given"):
-        SessionsBench(histories=(64, 200)).measure()
+        SessionsBench(histories=(64, 200)).check()

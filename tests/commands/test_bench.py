@@ -156,7 +156,7 @@ def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkey
 def test_the_embedded_pair_is_written_for_transformers_to_read():
     pytest.importorskip("torch")
     command = bench.DecodeCommand(against="hf")
-    command._check("demo-draft")
+    command.check()
     target = load_model("demo-target", dtype="float32")
     models = {"target": target, "draft": load_model("demo-draft", dtype="float32")}
     hf = command._load_hf(SimpleNamespace(models=models))
@@ -171,7 +171,7 @@ def test_the_embedded_pair_is_written_for_transformers_to_read():
 def test_an_oracle_needs_a_draft_model_to_cost_what_it_does():
     command = bench.DecodeCommand(target="random:llama-635m", drafter="ngram", oracle=0.8)
     with pytest.raises(SettingError, match="--oracle was given without a draft model"):
-        command.measure()
+        command.check()
 
 
 def test_the_pair_for_cpus_has_the_sizes_that_it_is_named_for():
