@@ -129,8 +129,9 @@ class Executor:
                 "only; leave the mesh out to hunt the fault."
             )
         check_exactness(exactness)
-        # Before anything is allocated or compiled. The state is the same for all variants.
-        self.memory: Memory = measure_memory(self._on_mesh(loop))
+        # Before anything is allocated or compiled. A loop of several variants may need more.
+        fixed = loop.with_variant(loop.drafter.choose_variant(loop.shape))
+        measure_memory(self._on_mesh(fixed))
         # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not loop.is_plain and mesh is None and keeps_bits_at_every_width(loop)
         self.verify_lengths = choose_windows(
@@ -141,9 +142,10 @@ class Executor:
         if is_adaptive and (exactness == "ties" or keeps_bits):
             self.variants = tuple(range(1 + len(loop.drafter.variants)))
         else:
-            loop = loop.with_variant(loop.drafter.choose_variant(loop.shape))
+            loop = fixed
         self.loop = loop
         everywhere = self._on_mesh(loop)
+        self.memory: Memory = measure_memory(everywhere)
         self.num_rows: int = everywhere.resident_shape.batch_size
         self.num_shards = self.num_rows // loop.resident_shape.batch_size
         self.shape: EngineShape = dataclasses.replace(

@@ -434,7 +434,6 @@ def test_names_that_name_nothing(tmp_path, monkeypatch):
         "./no-such-directory": "no model at",
         "a/b/c": "no model at",
         str(tmp_path / "empty"): "no config.json",
-        str(tmp_path / "file"): "no config.json",
     }
     for name, fragment in cases.items():
         with pytest.raises(ModelError) as raised:
@@ -444,6 +443,8 @@ def test_names_that_name_nothing(tmp_path, monkeypatch):
         assert name in message
         assert "demo-target" in message
         assert message.count("\n") == 0
+    with pytest.raises(ModelError, match="is a file, and models and drafters are directories"):
+        load_model(tmp_path / "file")
 
 
 # The hub, with its answers played back

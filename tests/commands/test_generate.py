@@ -785,10 +785,12 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
     assert "different tokenizers" in different
     wide = refused(*base, *ONE, "--drafter", "ngram", "--verify-length", 500, "--max-length", 128)
     assert "verify_length of 500 does not fit a max_length of 128" in wide
-    sampled = ("--temperature", 1, "--seed", 2**63 - 2, "--n", 3)
+    few = tmp_path / "few.txt"
+    few.write_text("one\ntwo\nthree\n")
+    sampled = ("--temperature", 1, "--seed", 2**63 - 2)
     assert (
         "--seed 9223372036854775806 was given for 3 completions, which have consecutive seeds"
-        in refused(*base, *ONE, *sampled)
+        in refused(*base, "--prompts", few, *sampled)
     )
     template = refused("generate", "--target", models.no_template, *ONE, "--chat")
     assert "has no chat template; name one with --chat-template" in template
