@@ -101,7 +101,7 @@ exit_with(main)
         started.append(process)
         assert process.stdout is not None
         assert process.stdout.readline() == "started\n"
-        if work == IN_COMPILED_CODE:
+        if work == IN_COMPILED_CODE or work.startswith("with uninterrupted"):
             time.sleep(1)  # until it is there
         return process
 
