@@ -52,8 +52,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
-    max_length: int = 2048
-    """Most tokens of the whole chat."""
+    max_length: int | None = None
+    """Most tokens of the whole chat; default: what the target was trained for, and at most 2048."""
     reread: bool = False
     """Prefill every answer again with the next turn, so that outputs are bitwise those without a
     session with any kernels. With the native kernels they are in any case."""
@@ -96,7 +96,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             drafter,
             draft_length=self.draft_length,
             batch_size=1,
-            max_length=self.max_length,
+            max_length=self.max_length or min(2048, target.config.context_length),
         )
         print(f"{engine.memory.sentence}\n{HELP}", file=sys.stderr)
         warm_up(engine)

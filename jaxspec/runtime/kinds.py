@@ -16,15 +16,17 @@ def kind_of(array: Any) -> str:
 
 
 def are_arrays(tree: Any, *, may_be_shapes: bool = False) -> bool:
-    """Whether a pytree has leaves, and all of them are arrays of numbers, or if `may_be_shapes`
-    their shapes and dtypes."""
+    """Whether a pytree has leaves, and all of them are arrays of numbers or flags, or if
+    `may_be_shapes` their shapes and dtypes."""
     kinds = (jax.Array, np.ndarray, *([jax.ShapeDtypeStruct] if may_be_shapes else []))
     try:
         leaves = jax.tree.leaves(tree)
     except (TypeError, ValueError):  # a dict whose keys cannot be sorted
         return False
     return bool(leaves) and all(
-        isinstance(leaf, kinds) and jnp.issubdtype(leaf.dtype, np.number) for leaf in leaves
+        isinstance(leaf, kinds)
+        and (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
+        for leaf in leaves
     )
 
 
