@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
-    "analysis.compare": "DrafterComparison compare",
-    "analysis.planner": "plan_memory",
-    "analysis.plots": "plot_acceptance",
+    "lab.compare": "DrafterComparison compare",
+    "lab.plan.planner": "plan_memory",
+    "lab.plots": "plot_acceptance",
     "checkpoint.format": "save_model",
     "checkpoint.resolve": "load_model",
     "drafters.base": "Drafter DrafterBase",
@@ -49,10 +49,6 @@ _SUBMODULES = ("serving", "testing", "types")
 
 if TYPE_CHECKING:
     from jaxspec import types as types
-    from jaxspec.analysis.compare import DrafterComparison as DrafterComparison
-    from jaxspec.analysis.compare import compare as compare
-    from jaxspec.analysis.planner import plan_memory as plan_memory
-    from jaxspec.analysis.plots import plot_acceptance as plot_acceptance
     from jaxspec.checkpoint.format import save_model as save_model
     from jaxspec.checkpoint.resolve import load_model as load_model
     from jaxspec.drafters.base import Drafter as Drafter
@@ -83,6 +79,10 @@ if TYPE_CHECKING:
     from jaxspec.errors import QueueFullError as QueueFullError
     from jaxspec.errors import RequestError as RequestError
     from jaxspec.errors import SettingError as SettingError
+    from jaxspec.lab.compare import DrafterComparison as DrafterComparison
+    from jaxspec.lab.compare import compare as compare
+    from jaxspec.lab.plan.planner import plan_memory as plan_memory
+    from jaxspec.lab.plots import plot_acceptance as plot_acceptance
     from jaxspec.models.base import LanguageModel as LanguageModel
     from jaxspec.models.base import Model as Model
     from jaxspec.models.config import ModelConfig as ModelConfig

@@ -75,7 +75,7 @@ def modules_with_examples():
 
 # Those whose own tests run their examples.
 RUN_ELSEWHERE = {
-    "jaxspec.analysis.compare": "tests/analysis/test_compare.py",
+    "jaxspec.lab.compare": "tests/lab/test_compare.py",
     "jaxspec.models.tokenizer": "tests/models/test_text_stream.py",
     "jaxspec.serving.engine": "tests/serving/test_serving.py",
 }

@@ -37,9 +37,6 @@ from jaxspec.runtime.report import new_figure
 from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
 
-# The code that the figures of `--controls` measure; see `jaxspec.runtime.freshness`.
-CONTROLS_MEASURES = ("audit/controls", "audit/scenes.py", "decode")
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
@@ -139,7 +136,6 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         return make_document(
             "audit",
             self,
-            measures=CONTROLS_MEASURES,
             holds=is_sound,
             controls=[result.to_json() for result in results],
         )

@@ -16,42 +16,41 @@ import jax
 import tyro
 from rich.console import Console
 
-from jaxspec.analysis import cost
-from jaxspec.bench.compile_time import CompileTimeBench, compile_times
-from jaxspec.bench.decode import DecodeBench, DecodeOptions
-from jaxspec.bench.flexdraft import FlexDraftBench
-from jaxspec.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
-from jaxspec.bench.heads import HeadsBench
-from jaxspec.bench.hf import HuggingFace, compare, exported
-from jaxspec.bench.kernels import KernelsBench
-from jaxspec.bench.kv import KvBench
-from jaxspec.bench.measure import (
-    ROUND,
-    Bench,
-    only_run_into,
-    random_prompts,
-)
-from jaxspec.bench.memory import MemoryBench
-from jaxspec.bench.plots import plot_decode
-from jaxspec.bench.prefill import PrefillBench
-from jaxspec.bench.program import ProgramBench
-from jaxspec.bench.sessions import SessionsBench
-from jaxspec.bench.step_cost import StepCostBench
-from jaxspec.bench.trace_cost import TraceCostBench
-from jaxspec.bench.trees import TreesBench
-from jaxspec.bench.verifiers import VerifiersBench
 from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
+from jaxspec.lab.bench.compile_time import CompileTimeBench, compile_times
+from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
+from jaxspec.lab.bench.flexdraft import FlexDraftBench
+from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
+from jaxspec.lab.bench.heads import HeadsBench
+from jaxspec.lab.bench.hf import HuggingFace, compare, exported
+from jaxspec.lab.bench.kernels import KernelsBench
+from jaxspec.lab.bench.kv import KvBench
+from jaxspec.lab.bench.measure import (
+    Bench,
+    only_run_into,
+    random_prompts,
+)
+from jaxspec.lab.bench.memory import MemoryBench
+from jaxspec.lab.bench.plots import plot_decode
+from jaxspec.lab.bench.prefill import PrefillBench
+from jaxspec.lab.bench.program import ProgramBench
+from jaxspec.lab.bench.sessions import SessionsBench
+from jaxspec.lab.bench.step_cost import StepCostBench
+from jaxspec.lab.bench.trace_cost import TraceCostBench
+from jaxspec.lab.bench.trees import TreesBench
+from jaxspec.lab.bench.verifiers import VerifiersBench
+from jaxspec.lab.cost import model as cost
+from jaxspec.lab.studies.confusion import ConfusionBench
+from jaxspec.lab.studies.rounds import SchedulersBench
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
-from jaxspec.studies.confusion import ConfusionBench
-from jaxspec.studies.rounds import SchedulersBench
 
 RANDOM = "random:"  # prefix of the name of a preset with random weights
 
@@ -316,7 +315,6 @@ class GpuCommand(Bench):
     shapes."""
 
     NAME: ClassVar[str] = "gpu"
-    MEASURES: ClassVar[tuple[str, ...]] = (*ROUND, "bench/gpu_grid.py")
 
     out: pathlib.Path = pathlib.Path("gpu-grid.json")
     """JSON file to write after every cell."""

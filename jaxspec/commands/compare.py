@@ -13,7 +13,6 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from jaxspec.analysis.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
@@ -27,6 +26,7 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.names import names_draft_model
 from jaxspec.errors import SettingError
+from jaxspec.lab.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts

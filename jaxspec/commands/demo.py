@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.analysis.compare import Candidate, DrafterComparison, compare
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
@@ -21,6 +20,7 @@ from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
+from jaxspec.lab.compare import Candidate, DrafterComparison, compare
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.requests.completions import Completion
@@ -33,11 +33,6 @@ from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.types import Origin
 
-# The code that the figures measure; see `jaxspec.runtime.freshness`.
-MEASURES = (
-    "decode", "cache", "kernels", "models/decoder.py", "models/layers.py", "engine/engine.py",
-    "engine/executor.py", "analysis/compare.py", "commands/demo.py",
-)  # fmt: skip
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
 PROMPT_SHOWN = 160  # most characters printed of a prompt, from its end
@@ -104,7 +99,6 @@ class DemoCommand(JsonOption):
         return make_document(
             "demo",
             self,
-            measures=MEASURES,
             exactness="bitwise",
             inputs=load_prompts(None)[1],
             num_prompts=len(prompts),

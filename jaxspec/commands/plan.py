@@ -13,12 +13,12 @@ from typing import Any, Literal, TypeAlias
 import jax
 from rich.console import Console
 
-from jaxspec.analysis.planner import check_asked, plan_memory
-from jaxspec.analysis.planning.request import Search
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
 from jaxspec.errors import SettingError
+from jaxspec.lab.plan.planner import check_asked, plan_memory
+from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import LARGEST_NUMBER
 from jaxspec.runtime.processes import run_child

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import tyro
 from rich.console import Console
 
-from jaxspec.studies.scaling import ScalingStudy
-from jaxspec.studies.study import Study
+from jaxspec.lab.studies.scaling import ScalingStudy
+from jaxspec.lab.studies.study import Study
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 The caller fixes the models, the length of a row and the draft length. Only the number of rows is
 left to choose, and more rows are never slower, so no prediction of speed is needed here.
-`analysis.planner` also chooses the other settings, by predicted speed.
+`lab.plan.planner` also chooses the other settings, by predicted speed.
 """
 
 from __future__ import annotations

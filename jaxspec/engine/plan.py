@@ -1,7 +1,7 @@
 """Plans: settings of an engine, the bytes that they take, and what XLA reports about their
 programs.
 
-`analysis.planner` decides which settings are searched and which are best, because this needs the
+`lab.plan.planner` decides which settings are searched and which are best, because this needs the
 cost model, which this room may not import.
 """
 
@@ -298,7 +298,7 @@ class MemoryPlan:
       cheaper: the fastest plan that takes fewer bytes than the chosen one; None if there is none.
       faster: the smallest plan that is predicted to be faster, whether it fits or not.
       baseline_bytes: bytes of the baseline policy for the same rows, by part; see
-        `analysis.baseline`.
+        `lab.cost.baseline`.
       programs: those compiled for the chosen settings.
       formulas: by part of `engine.memory.Parts`, how its bytes are computed, in words.
       num_candidates: number of settings that were considered.

@@ -6,30 +6,24 @@ import dataclasses
 import json
 import math
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.environment import provenance
-from jaxspec.runtime.freshness import code_digest
 
 
-def make_document(
-    command: str, options: Any, *, measures: Sequence[str] = (), **fields: Any
-) -> dict[str, Any]:
+def make_document(command: str, options: Any, **fields: Any) -> dict[str, Any]:
     """A command's document: its name and options, `fields`, versions, devices and commit.
 
     Args:
       command: e.g. `generate`.
       options: the command's dataclass.
-      measures: modules and folders of the package whose code the figures measure; the document then
-        contains their digest, by which `runtime.freshness` recognises a stale result.
       **fields: the command's results.
     """
-    found = {"command": command, "config": dataclasses.asdict(options), **fields, **provenance()}
-    if measures:
-        found |= {"measures": measures, "code_digest": code_digest(measures)}
-    return as_json(found)
+    return as_json(
+        {"command": command, "config": dataclasses.asdict(options), **fields, **provenance()}
+    )
 
 
 def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:

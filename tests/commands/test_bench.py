@@ -14,16 +14,16 @@ import pytest
 import toy
 from jax import lax
 
-from jaxspec.analysis import cost
-from jaxspec.bench import measure, stages
-from jaxspec.bench.compile_time import compile_times
-from jaxspec.bench.decode import agreement
-from jaxspec.bench.roofline import Ceilings, measure_ceilings
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import bench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
+from jaxspec.lab.bench import measure, stages
+from jaxspec.lab.bench.compile_time import compile_times
+from jaxspec.lab.bench.decode import agreement
+from jaxspec.lab.bench.roofline import Ceilings, measure_ceilings
+from jaxspec.lab.cost import model as cost
 from jaxspec.models.decoder import num_params
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams

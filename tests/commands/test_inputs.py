@@ -15,11 +15,11 @@ import tiny
 import xxhash
 from flax import serialization
 
-from jaxspec.analysis.devices import read_device
 from jaxspec.audit.outputs import read_outputs_text
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.commands.plan import parse_bytes
 from jaxspec.errors import CheckpointError, JaxspecError, SettingError
+from jaxspec.lab.cost.devices import read_device
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.prompts import load_prompts
 from jaxspec.runtime import files

@@ -17,13 +17,13 @@ import pytest
 import rich.console
 import tyro
 
-from jaxspec.analysis import planner
-from jaxspec.bench import program
-from jaxspec.bench.compile_time import CompileTimeBench
 from jaxspec.checkpoint import resolve
 from jaxspec.cli import load_command
 from jaxspec.commands import bench
 from jaxspec.errors import JaxspecError
+from jaxspec.lab.bench import program
+from jaxspec.lab.bench.compile_time import CompileTimeBench
+from jaxspec.lab.plan import planner
 from jaxspec.runtime.options import check_numbers
 
 PAIR = ("--target", "demo-target", "--draft", "demo-draft")

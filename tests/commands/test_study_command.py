@@ -19,9 +19,9 @@ from training.test_training import tiny, write_corpus
 from jaxspec import cli
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, SettingError
-from jaxspec.studies import scaling
-from jaxspec.studies.scaling import tables
-from jaxspec.studies.scaling.decoding import Decoder, given_prompts, rows_of
+from jaxspec.lab.studies import scaling
+from jaxspec.lab.studies.scaling import tables
+from jaxspec.lab.studies.scaling.decoding import Decoder, given_prompts, rows_of
 from jaxspec.training import lm, runs, trunk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

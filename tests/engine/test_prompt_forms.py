@@ -10,8 +10,8 @@ import tiny
 
 import jaxspec
 from jaxspec import Engine, NGram, PromptError, SamplingParams
-from jaxspec.analysis import compare
 from jaxspec.audit import self_audit
+from jaxspec.lab import compare
 from jaxspec.serving.engine import ServingEngine
 
 CHAT = [{"role": "user", "content": "hello"}]

@@ -9,12 +9,12 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from windows import ROUNDING, as_trees, random_parents, setup
 
-from jaxspec.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import mosaic
 from jaxspec.kernels.mosaic import SPLIT_LENGTH, is_supported, mosaic_attention
 from jaxspec.kernels.pallas import pallas_attention
 from jaxspec.kernels.xla import block_attention
+from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
 from jaxspec.types import Window
 
 

@@ -40,13 +40,13 @@ from jaxspec import (
     Typical,
     best_static_tree,
 )
-from jaxspec.analysis.planning.request import Search
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.probe import probe
 from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.executor import make_executor
+from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.values import shown
 from jaxspec.serving import ServingEngine
 

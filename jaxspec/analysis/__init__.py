@@ -1,1 +1,0 @@
-"""Analysis of measurements: costs of rounds, acceptance, drafters prompt by prompt."""

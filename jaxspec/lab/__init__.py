@@ -1,0 +1,1 @@
+"""The lab: everything that measures, compares and predicts, above the engine."""

@@ -1,0 +1,404 @@
+"""Compares plain and speculative decoding: speed, time breakdown of a round, roofline.
+
+The baseline of every speed-up is the window-1 plain loop, the fastest plain decoding there is, and
+engines run in alternation. Every output is compared with plain decoding by the same engine (equal),
+and with the window-1 loop (equal, or a proven tie within rounding).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from jaxspec.audit.judge import Finding, judge_all
+from jaxspec.cache.layouts import Layout
+from jaxspec.cache.pages import round_up_to_block
+from jaxspec.decode.settings import DraftLength, Exactness
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.engine import Engine
+from jaxspec.lab.bench import measure, stages
+from jaxspec.lab.bench.measure import Bench, Dtype, Say
+from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
+from jaxspec.lab.bench.speeds import of_best_fixed
+from jaxspec.lab.compare import run_candidates
+from jaxspec.lab.cost import model as cost
+from jaxspec.models.base import LanguageModel
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import public_name
+from jaxspec.runtime.environment import devices
+from jaxspec.runtime.turns import time_loops
+from jaxspec.schedulers import Static, make_scheduler
+from jaxspec.verifiers import make_verifier
+
+PLAIN = "plain"
+PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeOptions(Bench):
+    """Options of `bench decode`."""
+
+    NAME: ClassVar[str] = "decode"
+
+    target: str = "demo-target"
+    """Any model that `load_model` takes; with --against hf a Hugging Face directory, one of the
+    embedded pair or `random:PRESET`."""
+    draft: str | None = None
+    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
+    drafter: str | None = None
+    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
+    its first token with a lower probability), or your own `package.module:factory`."""
+    oracle: float | None = None
+    """Draft what the target will emit, each token right with this probability, at the cost of the
+    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
+    verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
+    """Rule that decides how much of a draft is kept."""
+    scheduler: Literal["static", "continuous", "pool"] = "static"
+    """Which rows take part in a round."""
+    layout: Layout = "ragged"
+    """How KV is stored; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
+    without realignment, which happens between rounds; whole runs include its cost."""
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Batch sizes to measure."""
+    draft_lengths: tuple[int, ...] = (2, 4, 6)
+    """Draft lengths to measure."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
+    limit: int = 24
+    """Number of prompts to decode."""
+    max_prompt_tokens: int = 64
+    """Cut longer prompts after this many tokens."""
+    max_tokens: int = 48
+    """Tokens emitted per prompt; EOS is ignored."""
+    temperature: float = 0.0
+    """0 is greedy."""
+    dtype: Dtype = "float32"
+    """Dtype of parameters, compute and cache."""
+    max_length: int | None = None
+    """Slots per row; default: what the longest prompt needs. The cost model is fitted to contexts
+    up to this length."""
+    repeats: int = 5
+    """Timed runs of each kind; the median is reported."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodeBench:
+    """The measurements of `bench decode`.
+
+    Attributes:
+      options: what is measured.
+      target: the model to decode with.
+      drafter: what proposes tokens.
+      prompts: token ids.
+      say: called with a description of the current step.
+    """
+
+    options: DecodeOptions
+    target: LanguageModel
+    drafter: Drafter
+    prompts: Sequence[tuple[int, ...]]
+    say: Say = lambda message: None
+
+    @property
+    def params(self) -> SamplingParams:
+        """Sampling parameters of every prompt; EOS is ignored, so that every run emits the same
+        number of tokens."""
+        return SamplingParams(
+            max_tokens=self.options.max_tokens,
+            temperature=self.options.temperature,
+            seed=0,
+            ignore_eos=True,
+        )
+
+    @property
+    def max_length(self) -> int:
+        """Slots per row, the same for all engines, in whole blocks."""
+        longest = max(map(len, self.prompts)) + self.options.max_tokens
+        needed = longest + max(self.options.draft_lengths) + 1
+        return round_up_to_block(max(needed, self.options.max_length or 0))
+
+    @property
+    def context(self) -> int:
+        """Live slots of a typical row in mid-decode."""
+        return round(statistics.mean(map(len, self.prompts)) + self.options.max_tokens / 2)
+
+    @property
+    def models(self) -> dict[str, LanguageModel]:
+        """The `target`, and the `draft` model if the drafter runs one of the package's own."""
+        drafter = self.drafter.cost_of if isinstance(self.drafter, Oracle) else self.drafter
+        draft = drafter.model if isinstance(drafter, DraftModel) else None
+        has_draft = isinstance(draft, LanguageModel)
+        return {"target": self.target} | ({"draft": draft} if has_draft else {})
+
+    @property
+    def settings(self) -> dict[str, dict[str, Any]]:
+        """The settings in which engines differ, by name: the window-1 plain loop, every draft
+        length, and the automatic draft length under each promise."""
+        lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
+        adaptive = {
+            f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
+            for promise in PROMISES
+        }
+        return {PLAIN: {"draft_length": 0}, **lengths, **adaptive}
+
+    def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
+        """A speculative engine, or the window-1 plain loop at draft length 0. An engine with
+        automatic draft length has the window of the longest."""
+        settings: dict[str, Any] = {
+            "batch_size": batch_size,
+            "max_length": self.max_length,
+            "scheduler": make_scheduler(self.options.scheduler),
+            "layout": self.options.layout,
+            "prefill_chunk": min(128, max(map(len, self.prompts))),
+        } | changes
+        if draft_length == 0:
+            return Engine(self.target, **settings)
+        if draft_length == "auto":
+            settings["verify_length"] = max(self.options.draft_lengths) + 1
+        verifier = make_verifier(self.options.verifier)
+        return Engine(
+            self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
+        )
+
+    def with_oracle(self, acceptance: float) -> DecodeBench:
+        """The same measurements with an oracle that knows plain decoding's outputs and costs as
+        much as the drafter."""
+        plain = self.engine(max(self.options.batch_sizes), 0)
+        sequences = [
+            done.prompt_token_ids + done.token_ids
+            for done in plain.generate(self.prompts, self.params)
+        ]
+        oracle = Oracle(sequences, acceptance=acceptance, cost_of=self.drafter)
+        return dataclasses.replace(self, drafter=oracle)
+
+    def engines(self, batch_size: int) -> dict[str, Engine]:
+        """An engine for each of `settings`. If bits do not depend on the width of windows, the
+        engines of both promises are the same, and only one is made."""
+        made = {name: self.engine(batch_size, **each) for name, each in self.settings.items()}
+        bitwise, ties = (made[f"auto, {promise}"] for promise in PROMISES)
+        if ties.verify_lengths == bitwise.verify_lengths:
+            del made["auto, ties"]
+        return made
+
+    def run(self) -> dict[str, Any]:
+        """The contents of the document: `runs` with fixed draft lengths, `adaptive` ones under each
+        promise, `cost_model`, `holds`."""
+        ceilings = {}
+        # For working sets as large as each model's weights, because what fits into a cache is as
+        # fast as the cache.
+        for name, model in self.models.items():
+            self.say(f"measuring bandwidth and products at the size of the {name}")
+            work = forward_pass(model, batch=1, window=1, context=1)
+            ceilings[name] = measure_ceilings(work.weight_bytes, model.dtype)
+        roofline = pair_of(self.models, ceilings)
+        every = [run for size in self.options.batch_sizes for run in self._compare(size, roofline)]
+        adaptive = [run for run in every if run["draft_length"] == "auto"]
+        runs = [run for run in every if run["draft_length"] != "auto"]
+        pair, cost_model = self._cost_model(ceilings, runs)
+        plain_ms = {run["batch_size"]: run["round_ms"] for run in runs if not run["draft_length"]}
+        for run in runs:
+            run["predicted"] = self._predict(pair, run)
+            if run["draft_length"]:
+                # For rounds alone: a run also prefills prompts and waits for the last row of a
+                # batch, which the cost model does not cover.
+                steps = plain_ms[run["batch_size"]] / run["round_ms"]
+                run["speedup_of_rounds"] = run["emitted_per_round"] * steps
+        # No round was fitted, only passes were.
+        errors = [abs(run["predicted"]["round_ms"] / run["round_ms"] - 1) for run in runs]
+        return {
+            "num_prompts": len(self.prompts),
+            "prompt_tokens": [len(prompt) for prompt in self.prompts],
+            "context": self.context,
+            "max_length": self.max_length,
+            "ceilings": {name: dataclasses.asdict(value) for name, value in ceilings.items()},
+            "runs": runs,
+            "adaptive": adaptive,
+            "cost_model": cost_model,
+            "round_error": {"median": statistics.median(errors), "worst": max(errors)},
+            "holds": all(
+                run["equal_to_plain"] is not False and run["num_not_ties"] == 0 for run in every
+            ),
+        }
+
+    def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
+        """Plain decoding, every draft length, and automatic ones, at one batch size."""
+        engines = self.engines(batch_size)
+        # Verifiers that keep only the target's distribution draw other tokens when they sample, so
+        # there is nothing to compare.
+        verifier = make_verifier(self.options.verifier)
+        keeps_tokens = verifier.is_lossless and not self.options.temperature
+        is_judged = verifier.is_coupled or keeps_tokens
+        candidates = run_candidates(
+            engines,
+            self.prompts,
+            self.params,
+            repeats=self.options.repeats,
+            is_judged=is_judged,
+            tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
+        )
+        plain, runs = candidates[0], []
+        beside_best = of_best_fixed(candidates, engines.values())
+        for own, (name, engine) in zip(candidates, engines.items(), strict=True):
+            total, found = own.acceptance, own.divergences
+            length = self.settings[name]["draft_length"]
+            # Rows that are aligned, or scored in widths that affect the bits, round differently:
+            # equal up to ties.
+            keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
+            run = {
+                "drafter": public_name(self.drafter.name) if length else "none",
+                "is_synthetic": bool(length) and self.drafter.is_synthetic,
+                "batch_size": batch_size,
+                "draft_length": length,
+                "verify_length": engine.shape.verify_length,
+                "exactness": engine.exactness,
+                "promise": own.engine["promise"],
+                "tokens_per_s": own.tokens_per_s,
+                "plain_tokens_per_s": plain.tokens_per_s,
+                "speedup_vs_plain": float(np.median(own.speedups(plain))),
+                "num_tokens": total.num_emitted_tokens,
+                "loop_rounds": int(engine.executor.state.num_rounds),
+                "emitted_per_round": total.emitted_per_round,
+                "per_position_acceptance": list(total.per_position),
+                "equal_to_plain": (
+                    not own.num_unequal_to_plain if is_judged and keeps_bits else None
+                ),
+                "num_equal_to_window_1": found.num_equal if is_judged else None,
+                "num_not_ties": len(found.differing) - found.count(Finding.TIE),
+                "compile_s": own.compile_s,
+                "run_s": list(own.run_s),
+            }
+            if length == "auto":
+                run["of_best_fixed"] = beside_best[name]
+                run["verify_lengths"] = list(engine.executor.verify_lengths)
+                run["rounds_by_draft_length"] = engine.rounds_by_draft_length
+            else:
+                self.say(f"batch {batch_size}, {name}: stages of a round")
+                run |= self.time_stages(engine, length)
+                where = {"batch": batch_size, "context": self.context}
+                run["roofline_ms"] = 1e3 * roofline.round_s(draft_length=length, **where)
+                run["fraction_of_roofline"] = run["roofline_ms"] / run["round_ms"]
+            runs.append(run)
+        return runs
+
+    def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
+        """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
+
+        A round decodes the rows in the batch with any scheduler, so of schedulers whose state holds
+        more rows only the shape is used.
+        """
+        if not isinstance(engine.scheduler, Static):
+            engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
+        num_tokens = max(self.options.max_tokens // 2, 1)
+        measure.fill_mid_decode(
+            engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
+        )
+        parts = stages.round_stages(engine.executor.loop, engine.executor.state)
+        engine.reset()
+        turns = time_loops(parts, self.options.repeats)
+        ms = {name: 1e3 * turns.median_s(name) for name in parts}
+        split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
+        other = ms["round"] - sum(split.values())
+        memory = measure.peak_bytes(), "peak of the device in this process"
+        if memory[0] is None:
+            compiled = "arguments and temporaries of the compiled round"
+            memory = parts["round"].program_bytes(), compiled
+        return {
+            "round_ms": ms["round"],
+            "stages_ms": {**split, "other": other, "commit_alone": ms.get("commit")},
+            "memory": {"bytes": memory[0], "source": memory[1]},
+        }
+
+    def _cost_model(
+        self, ceilings: dict[str, Ceilings], runs: Sequence[dict[str, Any]]
+    ) -> tuple[cost.Pair, dict[str, Any]]:
+        """Constants fitted to forward passes of each model and of both, and their errors."""
+        windows = sorted({1, *(length + 1 for length in self.options.draft_lengths)})
+        most = self.max_length - max(windows)
+        measured = {}
+        for name, model in self.models.items():
+            self.say(f"timing forward passes of the {name} for the cost model")
+            measured[name] = stages.measure_passes(
+                model,
+                batches=sorted(set(self.options.batch_sizes)),
+                windows=windows,
+                contexts=(most // 4, most // 2, most),
+                max_length=self.max_length,
+                repeats=self.options.repeats,
+            )
+        kinds = " ".join(devices()["kinds"])
+        overheads = [
+            run["round_ms"] - run["stages_ms"]["target"] - run["stages_ms"]["draft"] for run in runs
+        ]
+        groups = {"all": [point for points in measured.values() for point in points], **measured}
+        fits = {
+            name: cost.fit_device(
+                points,
+                name=f"{kinds} ({name})" if name != "all" else kinds,
+                source="fitted by jaxspec bench decode",
+                most_bytes_per_s=max(c.bytes_per_s for c in ceilings.values()),
+                most_flops_per_s=max(c.matmul_flops_per_s for c in ceilings.values()),
+                round_s=max(statistics.median(overheads), 0.0) / 1e3,
+            )
+            for name, points in groups.items()
+        }
+        drafter_ms = [run["stages_ms"]["draft"] for run in runs if run["draft_length"]]
+        pair = pair_of(
+            self.models,
+            {name: fits[name].device for name in self.models},
+            block=stages.block_read_by(self.target),
+            drafter_s=0.0 if "draft" in self.models else statistics.median(drafter_ms) / 1e3,
+        )
+        return pair, {
+            "target": pair.target.to_json(),
+            "draft": pair.draft and pair.draft.to_json(),
+            "block": pair.block,
+            "fits": {name: fit.to_json() for name, fit in fits.items()},
+            "passes": {
+                name: [
+                    {
+                        "batch_size": work.batch,
+                        "window": work.window,
+                        "context": work.context,
+                        "ms": 1e3 * seconds,
+                        "predicted_ms": 1e3 * fits[name].device.pass_s(work),
+                        "is_held_out": is_out,
+                    }
+                    for (work, seconds), is_out in zip(
+                        points, cost.is_held_out(len(points)), strict=True
+                    )
+                ]
+                for name, points in measured.items()
+            },
+        }
+
+    def _predict(self, pair: cost.Pair, run: dict[str, Any]) -> dict[str, Any]:
+        """The cost model's prediction for a run, given the measured acceptance."""
+        where = {"batch": run["batch_size"], "context": self.context}
+        if run["draft_length"] == 0:
+            return {"round_ms": 1e3 * pair.plain_s(**where)}
+        cumulative = run["per_position_acceptance"]
+        best, gain = pair.best_draft_length(**where, acceptance=cumulative)
+        return {
+            "round_ms": 1e3 * pair.round_s(**where, draft_length=run["draft_length"]),
+            "speedup": pair.speed_up(**where, cumulative=cumulative),
+            "best_draft_length": best,
+            "best_speedup": gain,
+        }
+
+
+def agreement(
+    target: LanguageModel, ours: Sequence[Completion], theirs: Sequence[Sequence[int]]
+) -> tuple[int, int]:
+    """How many greedy or coupled outputs equal a reference's token ids, and how many diverge from
+    it other than at a tie within rounding."""
+    params = [SamplingParams(max_tokens=len(done.token_ids), ignore_eos=True) for done in ours]
+    found = judge_all(target, ours, theirs, params)
+    return found.num_equal, len(found.differing) - found.count(Finding.TIE)

@@ -1,0 +1,253 @@
+"""How much memory a plan saves, and at what speed, on questions of two turns.
+
+Three things are compared: our own engine without a budget, which is the fastest that the cost model
+finds; plans for the longest chat of that engine, one with the target's KV in its own dtype and one
+with int8; and the policy of published code, which is only computed (`lab.cost.baseline`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxspec.cache.pages import KvDtype
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.engine import Engine
+from jaxspec.engine.memory import in_units, measure_parts, num_bytes
+from jaxspec.engine.plan import PlanBytes, compile_programs
+from jaxspec.errors import PromptError
+from jaxspec.lab.bench.measure import PairBench
+from jaxspec.lab.cost.baseline import baseline_bytes
+from jaxspec.lab.plan.planner import plan_memory
+from jaxspec.lab.plan.request import Search
+from jaxspec.models.base import with_kv_dtype
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.options import check_between
+from jaxspec.runtime.report import Columns
+from jaxspec.runtime.turns import take_turns
+
+LARGE_BUDGET = 2**50  # bytes: no budget at all
+WITHOUT, PLAN = "without a budget", "plan"
+# By plan, how the KV of the target is stored.
+PLANS: Mapping[str, KvDtype | None] = {PLAN: None, "plan, int8 KV": "int8"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MemoryBench(PairBench):
+    """Compare plans with an engine without a budget and with the baseline policy, on chats of two
+    turns."""
+
+    NAME: ClassVar[str] = "memory"
+    TITLE: ClassVar[str] = "generation memory and speed"
+    COLUMNS: ClassVar[Columns] = {
+        "engine": "{name}",
+        "KV": lambda found: in_units(found["kv_bytes"]),
+        "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
+        "tokens/s": "{tokens_per_s:.0f}",
+        "of the speed": "{speed:.3f}",
+        "equal turns": "{num_equal_turns} of {num_turns}",
+        "less than the baseline": lambda found: (
+            f"{found['less_than_baseline']:.0%}, {found['less_without_draft_logits']:.0%}"
+        ),
+        "settings": "{sentence}",
+    }
+
+    prompts: pathlib.Path | None = None
+    """File of questions, one per line, with one or more `turns`; default the sample prompts, with
+    one turn."""
+    limit: int | None = None
+    """Use only this many questions, from the beginning of the file."""
+    device: str = "h200"
+    """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
+    keep: float = 0.96
+    """Fraction of the fastest plan's predicted speed to keep."""
+    acceptance: float = 0.7
+    """Probability that a drafted token is accepted."""
+    max_tokens: int = 128
+    """Tokens emitted per turn; EOS is ignored."""
+    max_length: int = 1024
+    """Slots per row of the engine without a budget and of the baseline policy; plans are for the
+    longest chat of that engine."""
+    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
+    """Draft lengths that the plan may choose."""
+    repeats: int = 3
+    """Timed turns of each engine; medians are reported."""
+
+    def check(self) -> None:
+        """Raises `SettingError` for options that nothing can be measured with."""
+        super().check()
+        check_between("--keep", self.keep, 0, 1, excludes_least=True)
+        check_between("--acceptance", self.acceptance, 0, 1)
+
+    def measure(self) -> dict[str, Any]:
+        """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
+        lines, files = self._lines()
+        target, draft = self.load()
+        plan_for = functools.partial(
+            plan_memory,
+            target,
+            draft,
+            LARGE_BUDGET,
+            batch=1,
+            device=self.device,
+            acceptance=self.acceptance,
+            scheduler="static",
+        )
+        unconstrained = plan_for(
+            context=self.max_length - max(self.draft_lengths) - 1,
+            keep=1.0,
+            search=Search(
+                draft_lengths=self.draft_lengths,
+                kv_dtypes=(None,),
+                draft_kv_dtypes=(None,),
+                draft_kv_windows=(None,),
+                prefill_chunks=(128,),
+            ),
+        )
+        free_length = unconstrained.settings.draft_length
+        free = Engine(
+            target,
+            DraftModel(draft),
+            batch_size=1,
+            max_length=self.max_length,
+            draft_length=free_length,
+        )
+        free.warm_up()
+        asked = self._ask(free, lines)  # compiles what sessions need, and says how long chats get
+        longest_prompt = max(len(done.prompt_token_ids) for done in asked)
+        context = longest_prompt + self.max_tokens
+        plans = {
+            name: plan_for(
+                context=context,
+                keep=self.keep,
+                search=Search(draft_lengths=self.draft_lengths, kv_dtypes=(kv_dtype,)),
+            )
+            for name, kv_dtype in PLANS.items()
+        }
+        engines = {WITHOUT: free}
+        for name, plan in plans.items():
+            engines[name] = Engine.from_plan(
+                plan,
+                with_kv_dtype(target, plan.settings.kv_dtype),
+                DraftModel(draft, **plan.settings.options_of("drafter")),
+            )
+            engines[name].warm_up()
+            self._ask(engines[name], lines[:1])
+        turns = take_turns(
+            {name: functools.partial(self._ask, each, lines) for name, each in engines.items()},
+            self.repeats,
+        )
+        baseline = baseline_bytes(
+            target.config,
+            draft=draft.config,
+            itemsize=target.dtype.itemsize,
+            context=self.max_length,
+            prompt_tokens=longest_prompt,
+            num_nodes=free_length + 1,
+            depth=free_length,
+        )
+        in_all = sum(baseline.values())
+        without_draft_logits = in_all - longest_prompt * draft.vocab_size * target.dtype.itemsize
+        sentences = {WITHOUT: f"defaults, draft length {free_length}"}
+        sentences |= {name: plan.settings.sentence for name, plan in plans.items()}
+        results = []
+        for name, engine in engines.items():
+            found, seconds = turns.results[name], turns.median_s(name)
+            of_engine = self._bytes_of(engine)
+            generation_bytes = of_engine["generation_bytes"]
+            num_tokens = sum(len(done.token_ids) for done in found)
+            results.append(
+                {
+                    "name": name,
+                    **of_engine,
+                    "num_tokens": num_tokens,
+                    "tokens_per_s": num_tokens / seconds,
+                    "speed": turns.speedup(name, over=WITHOUT),
+                    "speeds": turns.ratios(name, over=WITHOUT),
+                    "seconds": turns.seconds[name],
+                    "less_than_baseline": 1 - generation_bytes / in_all,
+                    "less_without_draft_logits": 1 - generation_bytes / without_draft_logits,
+                    "num_reread_tokens": sum(done.num_reread_tokens for done in found),
+                    "num_turns": len(found),
+                    "num_equal_turns": _num_equal(found, turns.results[WITHOUT]),
+                    "sentence": sentences[name],
+                }
+            )
+        [plan_result] = [each for each in results if each["name"] == PLAN]
+        return {
+            "prompt_files": files,
+            "num_questions": len(lines),
+            "longest_prompt": longest_prompt,
+            "context": context,
+            "results": results,
+            "baseline_bytes": {**baseline, "generation_bytes": in_all},
+            "without_draft_logits": without_draft_logits,
+            "plans": {name: plan.to_json() for name, plan in plans.items()},
+            "holds": plan_result["num_equal_turns"] == plan_result["num_turns"] == len(asked),
+        }
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """Notes on the baseline and the speeds."""
+        baseline = document["baseline_bytes"]["generation_bytes"]
+        found = [
+            (
+                f"The baseline policy takes {in_units(baseline)} without weights, of which the "
+                "logits that a draft model makes of every prompt position are "
+                f"{in_units(baseline - document['without_draft_logits'])}. The last column counts "
+                "them and leaves them out. Speeds are medians of the ratios to the engine without "
+                "a budget, in turns.",
+                "dim",
+            )
+        ]
+        if not document["holds"]:
+            found.append(("Some outputs are not those of the other engine: a bug.", "bold red"))
+        return found
+
+    def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
+        if self.prompts is None:
+            return sample_prompts()[: self.limit], {}
+        return load_prompts(self.prompts, self.limit, turns="all")
+
+    def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
+        """Asks all turns of all questions, one question after another; a turn that does not fit,
+        and those after it, are left out."""
+        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
+        found = []
+        for line in lines:
+            answers: list[str] = []
+            with engine.session() as session:
+                for _ in range(line.num_turns):
+                    turn = line.turn(answers, is_chat=False)
+                    try:
+                        done = session.generate(turn.prompt, params)
+                    except PromptError:
+                        break
+                    found.append(done)
+                    answers.append(done.text or "")
+        return found
+
+    def _bytes_of(self, engine: Engine) -> dict[str, Any]:
+        """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
+        loop = engine.executor.loop
+        programs = compile_programs(loop)
+        found = PlanBytes.of_programs(
+            measure_parts(loop), max(each.added_bytes for each in programs), "compiled"
+        )
+        return {
+            **found.to_json(),
+            "kv_bytes": found.parts.kv_bytes,
+            "measured_state_bytes": num_bytes(jax.tree.leaves(engine.state)),
+        }
+
+
+def _num_equal(found: Sequence[Completion], others: Sequence[Completion]) -> int:
+    """The number of turns with the same tokens."""
+    pairs = zip(found, others, strict=False)
+    return sum(one.token_ids == other.token_ids for one, other in pairs)

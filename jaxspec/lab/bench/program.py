@@ -1,0 +1,391 @@
+"""What a decode round compiles to on a device that is not present: loops, copies, launches,
+predictions.
+
+A round that is fine on a CPU can be very slow on a GPU: a loop with a dynamic trip count makes the
+host wait for the device before every trip, and launching kernels one by one costs more than their
+computation. All of this can be read from the compiled program, and compiling it needs no GPU
+(`bench.deviceless`). Nothing here is measured: times are counts multiplied by assumed costs, and
+bytes divided by the bandwidth of a datasheet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.cache.pages import BLOCK
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.settings import make_loop
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
+from jaxspec.lab.bench.measure import Bench, Dtype
+from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.registry import PRESETS
+from jaxspec.models.shapes import shape_model, shortened
+from jaxspec.runtime.report import Columns
+from jaxspec.schedulers import Static
+from jaxspec.types import DecodeState, Window
+from jaxspec.verifiers import Coupled
+
+# Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
+KERNEL_S = 3.5e-6  # launched by itself
+NODE_S = 1.5e-6  # a kernel in a CUDA graph
+GRAPH_S = 5e-6  # to launch a graph
+PREDICATE_S = 10e-6  # copied from the device and waited for
+
+MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
+MAX_PREDICATES = 2  # read by the host per round
+MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
+MAX_TEMPORARIES = 8  # times the target's logits
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The program that is compiled.
+
+    Attributes:
+      target: architecture of the target.
+      draft: that of the draft model.
+      kernels: those of both models.
+      batch_size: number of rows.
+      context: committed tokens per row; the cache has room for one more round.
+      draft_length: tokens drafted per round.
+      dtype: that of parameters, compute and cache.
+    """
+
+    target: ModelConfig
+    draft: ModelConfig
+    kernels: KernelsName
+    batch_size: int
+    context: int
+    draft_length: int
+    dtype: str = "bfloat16"
+
+    @property
+    def logits_bytes(self) -> int:
+        """Bytes of the target's fp32 logits in a round."""
+        return 4 * self.batch_size * (self.draft_length + 1) * self.target.vocab_size
+
+    def loop(self) -> DecodeLoop:
+        """The decode loop, with parameters that are only shapes."""
+        return make_loop(
+            self._model("target", self.target),
+            DraftModel(self._model("draft", self.draft)),
+            verifier=Coupled(),
+            scheduler=Static(),
+            draft_length=self.draft_length,
+            verify_length=None,
+            batch_size=self.batch_size,
+            max_length=self.context + self.draft_length + 1,
+            prefill_chunk=128,
+        )
+
+    def _model(self, name: str, config: ModelConfig) -> LanguageModel:
+        return shape_model(
+            config, name=name, dtype=self.dtype, kernels=self.kernels, is_packed=False
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """The properties of a compiled run of rounds.
+
+    Attributes:
+      loops: depth and trip count of each; None if the compiler does not know it.
+      cache_moves: copies, transpositions and conversions of arrays of a cache's shape, in rounds.
+      num_host_buffers: number of results in the host's memory.
+      kv_bytes: bytes of both caches.
+      aliased_bytes: bytes that are updated in place.
+      temporary_bytes: bytes besides arguments and results.
+      logits_bytes: bytes of the target's fp32 logits.
+      greedy: what the host does for a round of greedy rows; None except for GPUs.
+      sampled: the same for a round in which every conditional takes its longest branch: rows with
+        penalties, top-k and top-p.
+    """
+
+    loops: list[tuple[int, int | None]]
+    cache_moves: list[str]
+    num_host_buffers: int
+    kv_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    logits_bytes: int
+    greedy: Launches | None
+    sampled: Launches | None
+
+    def problems(self, *, draft_length: int) -> list[str]:
+        """Sentences about what is wrong with it; empty if nothing is."""
+        found = []
+        unknown = [loop for loop in self.loops[1:] if loop[1] is None]
+        if unknown:
+            found.append(
+                f"{len(unknown)} loops inside a round have no known trip count, so the host waits "
+                "for the device before every trip"
+            )
+        deepest = max((depth for depth, _ in self.loops), default=0)
+        if len(self.loops) > 2 or deepest > 2:
+            found.append(
+                f"{len(self.loops)} loops, {deepest} deep; rounds and the draft steps in them are "
+                "2, 2 deep"
+            )
+        if self.cache_moves:
+            found.append(f"KV is copied or converted: {', '.join(self.cache_moves)}")
+        if self.num_host_buffers:
+            found.append(f"{self.num_host_buffers} buffers lie in the host's memory")
+        if self.aliased_bytes < self.kv_bytes:
+            found.append(
+                f"{self.aliased_bytes} bytes are updated in place, and the KV has {self.kv_bytes}"
+            )
+        if self.temporary_bytes > MAX_TEMPORARIES * self.logits_bytes + 2**20:
+            found.append(
+                f"temporaries of {self.temporary_bytes} bytes, for logits of {self.logits_bytes}"
+            )
+        for name, launches in (("greedy", self.greedy), ("sampled", self.sampled)):
+            if launches is None:
+                continue
+            if launches.num_predicates > MAX_PREDICATES:
+                found.append(
+                    f"in a {name} round the host reads {launches.num_predicates} predicates"
+                )
+            if launches.num_graphs > max(MAX_GRAPHS, draft_length + 2):
+                found.append(f"a {name} round launches {launches.num_graphs} CUDA graphs")
+        return found
+
+
+def compile_run(device: str, shape: Shape) -> Program:
+    """The decode loop of this shape, compiled for an absent device; call it within `as_if_on`."""
+    loop = shape.loop()
+    state = jax.eval_shape(loop.init)
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    text = compile_for(device, loop.run, loop.params, state, count, count, donated=1)
+    caches = _caches(state)
+    hlo = Hlo(text.hlo)
+    greedy, sampled = (
+        _launches(hlo, text, shape, takes_longest=takes_longest) for takes_longest in (False, True)
+    )
+    return Program(
+        loops=[(each.depth, each.trip_count) for each in hlo.loops()],
+        cache_moves=hlo.moves_of({_shape_of(leaf) for leaf in caches}),
+        num_host_buffers=hlo.num_host_buffers(),
+        kv_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
+        aliased_bytes=text.memory.alias_size_in_bytes,
+        temporary_bytes=text.memory.temp_size_in_bytes,
+        logits_bytes=shape.logits_bytes,
+        greedy=greedy,
+        sampled=sampled,
+    )
+
+
+def launches_per_layer(device: str, shape: Shape) -> int:
+    """Kernels of one layer of the target in a round: the difference between a pass of two layers
+    and a pass of one. Call it within `as_if_on`."""
+    one, two = (
+        _pass_launches(device, dataclasses.replace(shape, target=_cut(shape.target, num_layers)))
+        for num_layers in (1, 2)
+    )
+    return two - one
+
+
+def _pass_launches(device: str, shape: Shape) -> int:
+    """Kernels of a pass of the target over a round's window."""
+    loop = dataclasses.replace(shape, draft=_cut(shape.draft, 1)).loop()
+    cache = jax.eval_shape(loop.init).cache
+
+    def make_window() -> Window:
+        positions = jnp.zeros((shape.batch_size, shape.draft_length + 1), jnp.int32)
+        return Window(start=positions[:, 0], positions=positions, slots=positions)
+
+    window = jax.eval_shape(make_window)
+
+    def forward(params, cache, tokens, window):
+        hidden, cache = loop.target.forward(params, tokens, window, cache)
+        return loop.target.logits(params, hidden), cache
+
+    text = compile_for(device, forward, loop.target.params, cache, window.slots, window, donated=1)
+    thunks = read_thunks(text.thunks)
+    return count_launches(thunks, {}, num_trips=1, takes_longest=True).num_launched
+
+
+def _launches(
+    hlo: Hlo, text: CompiledText, shape: Shape, *, takes_longest: bool
+) -> Launches | None:
+    """What the host does for one round."""
+    rounds = [thunk for thunk in read_thunks(text.thunks) if thunk.kind == "kWhile"]
+    if not rounds:
+        return None
+    known = {loop.name: loop.trip_count for loop in hlo.loops()}
+    names = loop_numbers(text.thunk_metadata)
+    settings: dict[str, Any] = {
+        "trip_counts": {number: known.get(name) for number, name in names.items()},
+        # The remaining loops without a trip count are attention over the live blocks of KV.
+        "num_trips": -(-(shape.context + shape.draft_length + 1) // BLOCK),
+        "takes_longest": takes_longest,
+    }
+    body, condition = (
+        count_launches(rounds[0].inner_of(part), **settings) for part in ("body", "condition")
+    )
+    return body + condition + Launches(num_predicates=1)
+
+
+def _caches(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
+    return jax.tree.leaves((state.cache.layers, state.drafter.cache.layers))
+
+
+def _shape_of(leaf: jax.ShapeDtypeStruct) -> str:
+    """As HLO writes it: `u16[32,2,128,128]`."""
+    kinds = {"uint16": "u16", "float16": "f16", "float32": "f32"}
+    return f"{kinds[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
+
+
+def _cut(config: ModelConfig, num_layers: int | None) -> ModelConfig:
+    """The architecture with at most this many layers; None keeps all."""
+    return config if num_layers is None else shortened(config, num_layers)
+
+
+def predicted_launch_s(launches: Launches) -> float:
+    """Seconds that the host and the launches take, by assumed costs."""
+    return (
+        launches.num_kernels * KERNEL_S
+        + launches.num_nodes * NODE_S
+        + launches.num_graphs * GRAPH_S
+        + launches.num_predicates * PREDICATE_S
+    )
+
+
+def predicted_memory_s(device: str, shape: Shape) -> float:
+    """Seconds of a round at the datasheet's bandwidth and rate of products."""
+    peak = cost.ceiling(cost.DEVICES[device])
+    pair = cost.Pair(
+        target=shape.target,
+        target_device=peak,
+        draft=shape.draft,
+        draft_device=peak,
+        itemsize=jnp.dtype(shape.dtype).itemsize,
+    )
+    return pair.round_s(
+        batch=shape.batch_size, draft_length=shape.draft_length, context=shape.context
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramBench(Bench):
+    """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
+    `deviceless`)."""
+
+    NAME: ClassVar[str] = "program"
+    TITLE: ClassVar[str] = "a round, by what was compiled (times are predictions)"
+    COLUMNS: ClassVar[Columns] = {
+        "device": "{device}",
+        "kernels": "{kernels}",
+        "rows": "{rows}",
+        "graphs": "{launches[num_graphs]}",
+        "in graphs": "{launches[num_nodes]}",
+        "one by one": "{launches[num_kernels]}",
+        "predicates": "{launches[num_predicates]}",
+        "per layer": "{launches_per_layer}",
+        "launch ms\n(predicted)": "{predicted_launch_ms:.2f}",
+        "memory ms\n(predicted)": "{predicted_memory_ms:.2f}",
+    }
+
+    target: str = "qwen3-8b"
+    """A preset."""
+    draft: str = "qwen3-0.6b"
+    """A preset for its draft model."""
+    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
+    """Devices to compile for."""
+    kernels: tuple[KernelsName, ...] = ()
+    """Kernels of both models; default: those made for the device."""
+    num_layers: int | None = None
+    """Use at most this many layers of both models; fewer compile faster."""
+    batch_size: int = 8
+    """Rows decoded together."""
+    context: int = 1024
+    """Committed tokens per row."""
+    draft_length: int = 4
+    """Tokens drafted per round."""
+    dtype: Dtype = "bfloat16"
+    """Dtype of parameters, compute and cache."""
+
+    def measure(self) -> dict[str, Any]:
+        """A result per device, kernels and kind of rows; nothing is run.
+
+        Raises:
+          SettingError: there is no such preset, or nothing can be compiled for a device here.
+        """
+        for name in (self.target, self.draft):
+            if name not in PRESETS:
+                raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")
+        results = []
+        for device in self.devices:
+            with as_if_on(device):
+                for kernels in self.kernels or (default_kernels(),):
+                    results += self._compile(device, kernels)
+        return {"results": results, "assumed_s": ASSUMED_S}
+
+    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
+        """The problems found, and the assumptions of the predictions."""
+        found = [
+            (f"{result['device']}, {result['kernels']}: {problem}.", "red")
+            for result in document["results"]
+            if result["rows"] == "greedy"
+            for problem in result["problems"]
+        ]
+        assumed = ", ".join(f"{name} {1e6 * s:g} us" for name, s in document["assumed_s"].items())
+        sentence = (
+            f"Nothing was run. Launches are predicted at assumed costs ({assumed}), memory at the "
+            "datasheet's bandwidth. Loops over KV are counted at the given context."
+        )
+        return [*found, (sentence, "dim")]
+
+    def _compile(self, device: str, kernels: KernelsName) -> list[dict[str, Any]]:
+        shape = Shape(
+            target=_cut(PRESETS[self.target], self.num_layers),
+            draft=_cut(PRESETS[self.draft], self.num_layers),
+            kernels=kernels,
+            batch_size=self.batch_size,
+            context=self.context,
+            draft_length=self.draft_length,
+            dtype=self.dtype,
+        )
+        program = compile_run(device, shape)
+        found = {
+            "device": device,
+            "kernels": kernels,
+            "problems": program.problems(draft_length=self.draft_length),
+            **{
+                field.name: getattr(program, field.name)
+                for field in dataclasses.fields(Program)
+                if field.name not in ("greedy", "sampled")
+            },
+        }
+        if ABSENT_DEVICES[device].platform != "gpu":
+            return [{**found, "rows": "any"}]
+        found["launches_per_layer"] = launches_per_layer(device, shape)
+        found["predicted_memory_ms"] = 1e3 * predicted_memory_s(device, shape)
+        return [
+            {
+                **found,
+                "rows": rows,
+                "launches": dataclasses.asdict(launches),
+                "predicted_launch_ms": 1e3 * predicted_launch_s(launches),
+            }
+            for rows, launches in (("greedy", program.greedy), ("sampled", program.sampled))
+            if launches is not None
+        ]
+
+
+ASSUMED_S = {
+    "a kernel": KERNEL_S,
+    "one in a graph": NODE_S,
+    "a graph": GRAPH_S,
+    "a predicate": PREDICATE_S,
+}

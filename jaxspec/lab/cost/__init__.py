@@ -1,0 +1,1 @@
+"""The cost model: what rounds and prompts cost on a device."""

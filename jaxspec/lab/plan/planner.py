@@ -1,0 +1,579 @@
+"""The planner: the settings that fit a memory budget at the least cost in speed.
+
+SpecMemo (2506.01986) models the memory of speculative decoding to find how little of it keeps the
+speed-up; only its abstract was read, and no coefficient of it is used. Per device
+
+    bytes  = weights + KV of the target + KV of the draft model + buffers + logits + temporaries
+    KV     = rows * 2 L K (H b + s) * slots      b bytes per number; s = 4 with scales, else 0
+    logits = rows * (N + 1) * V * 4              and rows * N * V * 4 for q, where it is needed
+
+All but the temporaries are read off the decode loop itself, by `jax.eval_shape`. The temporaries
+are what XLA says of the compiled programs. While many settings are compared, they are estimated
+from short programs (two layers of each model, and three of one of them, in a few sizes); those of
+the chosen settings are then compiled.
+
+`planning` has the parts: the settings that are tried, their bytes, and their speed. They stand in
+this room, because the speed is a prediction of `lab.cost.model`. `engine.plan` has the records.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias, get_args
+
+import jax
+import jax.numpy as jnp
+
+from jaxspec.checkpoint.format import parse_dtype
+from jaxspec.decode.settings import LARGEST_NUM_SLOTS
+from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
+from jaxspec.drafters.flexdraft.drafter import FlexDraft
+from jaxspec.engine.memory import in_units
+from jaxspec.engine.plan import (
+    MemoryPlan,
+    PlanBytes,
+    PlannedRun,
+    PlanSettings,
+    ProgramBytes,
+    Source,
+)
+from jaxspec.errors import SettingError
+from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.baseline import baseline_bytes
+from jaxspec.lab.plan.bytes import Compiles, LoopBytes, Say
+from jaxspec.lab.plan.request import (
+    NO_WEIGHTS,
+    DescribedDraft,
+    PlanRequest,
+    Search,
+    describe,
+    describe_draft,
+    find_drafter,
+    model_axes,
+)
+from jaxspec.lab.plan.speed import SpeedPrediction
+from jaxspec.models.base import LanguageModel
+from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.options import LARGEST_NUMBER, check_between
+from jaxspec.runtime.values import (
+    check_kind,
+    is_one_of,
+    listed,
+    number,
+    refusal,
+    text,
+    whole_number,
+)
+from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
+from jaxspec.verifiers import Verifier, VerifierName, make_verifier
+
+MOST_DEVICES = 1024  # that a model is split over
+MAX_ATTEMPTS = 8  # settings that are compiled in search of the fastest
+
+# What settings take and their programs, of those that were compiled.
+Compiled: TypeAlias = dict[PlanSettings, tuple[PlanBytes, tuple[ProgramBytes, ...]]]
+
+
+def plan_memory(
+    target: LanguageModel | ModelConfig | str,
+    draft: LanguageModel | ModelConfig | str | None,
+    budget_bytes: int,
+    *,
+    drafter: Drafter | str | None = None,
+    batch: int = 8,
+    context: int = 1024,
+    prompt_tokens: int | None = None,
+    device: str = "h200",
+    keep: float = 0.96,
+    acceptance: float | Sequence[float] = 0.7,
+    dtype: str | None = None,
+    verifier: Verifier | VerifierName = "coupled",
+    scheduler: Scheduler | SchedulerName = "continuous",
+    mesh: tuple[int, int] | None = None,
+    num_devices: int = 1,
+    search: Search | None = None,
+    compiles: Compiles = "whole",
+    say: Say = lambda stage: None,
+) -> MemoryPlan:
+    """The settings of an engine that fit into `budget_bytes` at the least cost in speed.
+
+    Of all settings that fit, the fastest by the cost model is found; of those that are predicted to
+    keep `keep` of its speed, the one of the fewest bytes is chosen. No array of a model's size is
+    made, unless a name has to be loaded.
+
+    Args:
+      target: a model, an architecture, or a name; see `planning.request.describe`. With a model
+        that is loaded, the bytes are those of an engine on this machine, with its kernels.
+      draft: the draft model, likewise; None plans plain decoding, unless there is a drafter.
+      budget_bytes: that weights, state and temporaries may take together, per device.
+      drafter: what drafts instead of `draft`, as `Engine` takes it: n-grams, heads, FlexDraft, a
+        draft model with a tree or other settings, or a drafter of your own. A draft model that is
+        named (presets too, as in `draft_model[4x4:12]:qwen3-0.6b`) is planned like `draft`, with
+        what the name says; everything else is planned as it is. `flexdraft` without a name of
+        weights has the paper's sizes for the target. Draft lengths of a tree are numbers of nodes.
+      batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
+      context: tokens of a request, prompt and output.
+      prompt_tokens: of these, the prompt's; by default half of them.
+      device: a key of `cost.DEVICES` (datasheet values), or the file of a document that `jaxspec
+        bench decode` wrote on this machine (fitted values).
+      keep: share of the fastest plan's predicted speed that must be kept, above 0 and at most 1.
+      acceptance: chance that a drafted token is accepted, alike at every position; or measured
+        chances that at least 1, 2, ... are, of a tree the chances that its first, second, ... node
+        is (`accepted_node` over the rounds). It is taken to be the same for every dtype and window
+        of the draft model's KV.
+      dtype: of the target's weights; by default that of a model that is given. A name has the dtype
+        that it is loaded in, or bfloat16 if the plan is for another device; a preset float32 on a
+        CPU, otherwise bfloat16.
+      verifier: decides whether the drafts' distributions are kept.
+      scheduler: decides how many rows wait besides the batch.
+      mesh: (data, model) axes, per data shard and within it; by default `num_devices` are split in
+        every way that the target allows.
+      num_devices: over which a plan may split rows and models.
+      search: which settings are tried.
+      compiles: `whole`: the chosen settings' programs; `short`: their first two layers only, which
+        takes seconds for any model; what the others add is estimated.
+      say: called with what is being done.
+
+    Raises:
+      SettingError: nothing fits (the message has the smallest budget that does, and its settings);
+        an argument out of range; a mesh that does not fit the target (the message has those that
+        do).
+    """
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_NUMBER)
+    batch = whole_number("batch", batch)
+    context = whole_number("context", context)
+    num_devices = whole_number("num_devices", num_devices)
+    keep = number("keep", keep)
+    if prompt_tokens is not None:
+        prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
+    acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
+    device = text("device", device)
+    dtype = None if dtype is None else parse_dtype(dtype).name
+    if not is_one_of(compiles, get_args(Compiles)):
+        raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
+    if not callable(say):
+        raise refusal("say", say, "a function of a text")
+    search = Search() if search is None else search
+    check_kind("search", search, Search, "a Search of settings, or None")
+    verifier, scheduler = make_verifier(verifier), make_scheduler(scheduler)
+    if drafter is not None and draft is not None:
+        raise SettingError("Both a draft model and a drafter were given; plan with one of them.")
+    prompt_tokens = max(context // 2, 1) if prompt_tokens is None else prompt_tokens
+    check_asked(
+        budget_bytes,
+        batch=batch,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        keep=keep,
+        acceptance=acceptance,
+        mesh=mesh,
+        num_devices=num_devices,
+        search=search,
+    )
+    find_devices = cost.read_device(device)
+    described = describe(target)
+    drafting = None if draft is None else DescribedDraft(model=describe(draft))
+    if drafter is not None:
+        drafting = describe_draft(drafter)
+    request = PlanRequest(
+        target=described,
+        draft=None if drafting is None else drafting.model,
+        draft_options={} if drafting is None else drafting.options,
+        batch=batch,
+        context=context,
+        prompt_tokens=prompt_tokens,
+        is_datasheet=device in cost.DEVICES,
+        find_devices=find_devices,
+        acceptance=acceptance,
+        given_dtype=dtype,
+        verifier=verifier,
+        scheduler=scheduler,
+        mesh=mesh,
+        num_devices=num_devices,
+        search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
+    )
+    if drafter is not None and drafting is None:
+        found = find_drafter(drafter, described, request.dtype)
+        request = dataclasses.replace(request, drafter=found)
+    if request.drafts_trees and isinstance(acceptance, (int, float)):
+        raise SettingError(
+            f"An acceptance of {acceptance:g} was given for the tree of {request.drafter_name}, "
+            "whose nodes are not alike; give the measured chances of its nodes, in their order."
+        )
+    planner = Planner(request=request, say=say)
+    return planner.plan(budget_bytes, keep=keep, compiles=compiles)
+
+
+def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
+    """One chance, or one for each position.
+
+    Raises:
+      SettingError: one of them is not a probability.
+    """
+    expected = "a probability, or one for each position"
+
+    def chance(value: Any) -> float:
+        return number("acceptance", value, least=0, most=1, expected=expected)
+
+    if getattr(acceptance, "shape", ()) == () and not isinstance(acceptance, Iterable):
+        return chance(acceptance)
+    return tuple(map(chance, listed("acceptance", acceptance)))
+
+
+def _as_mesh(mesh: Any) -> tuple[int, int] | None:
+    """The sizes of the axes `data` and `model`, or None.
+
+    Raises:
+      SettingError: these are not two whole numbers of at least 1.
+    """
+    if mesh is None:
+        return None
+    sizes = listed("mesh", mesh)
+    if len(sizes) != 2:
+        raise refusal("mesh", mesh, "two whole numbers, of the axes data and model")
+    data, model = (whole_number("mesh", size, least=1) for size in sizes)
+    return data, model
+
+
+def check_asked(
+    budget_bytes: int,
+    *,
+    batch: int,
+    context: int,
+    prompt_tokens: int | None,
+    keep: float,
+    acceptance: float | Sequence[float],
+    mesh: tuple[int, int] | None,
+    num_devices: int,
+    search: Search,
+) -> None:
+    """Raises `SettingError` for numbers that nothing can be planned for; see `plan_memory`. No
+    model is needed for this."""
+    check_between("budget_bytes", budget_bytes, 1, LARGEST_NUMBER)
+    check_between("batch", batch, 1, LARGEST_NUM_SLOTS)
+    check_between("context", context, 2, LARGEST_NUM_SLOTS)
+    check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
+    check_between("keep", keep, 0, 1, excludes_least=True)
+    if prompt_tokens is not None and not 1 <= prompt_tokens < context:
+        raise SettingError(
+            f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "
+            "1, and fewer than the context."
+        )
+    for chance in (acceptance,) if isinstance(acceptance, (int, float)) else acceptance:
+        check_between("acceptance", chance, 0, 1)
+    data, model = (num_devices, 1) if mesh is None else mesh
+    check_between("num_devices", num_devices, 1, MOST_DEVICES)
+    check_between("data * model of the mesh", data * model, 1, MOST_DEVICES)
+    for name in ("draft_lengths", "prefill_chunks", "kv_dtypes", "draft_kv_dtypes"):
+        if getattr(search, name) == ():
+            raise SettingError(
+                f"There is nothing to choose from: {name} has no value; give at least one to try."
+            )
+    for draft_length in search.draft_lengths or ():
+        check_between("draft_lengths", draft_length, 0, context)
+    for chunk in search.prefill_chunks:
+        check_between("prefill_chunks", chunk, 1, LARGEST_NUM_SLOTS)
+    for window in search.draft_kv_windows:
+        if window is not None:
+            check_kv_window(window, NUM_SINKS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
+class Planner:
+    """Chooses settings.
+
+    Attributes:
+      request: what is planned for.
+      say: called with what is being done.
+    """
+
+    request: PlanRequest
+    say: Say
+
+    @functools.cached_property
+    def bytes(self) -> LoopBytes:
+        """What settings take."""
+        return LoopBytes(request=self.request, say=self.say)
+
+    @functools.cached_property
+    def speed(self) -> SpeedPrediction:
+        """What they bring."""
+        return SpeedPrediction(request=self.request)
+
+    def plan(self, budget_bytes: int, *, keep: float, compiles: Compiles) -> MemoryPlan:
+        """See `plan_memory`."""
+        candidates = list(self.request.candidates())
+        if not candidates:
+            raise SettingError(
+                f"There is nothing to choose from: {self.request.batch} rows on "
+                f"{self.request.num_devices} devices with these settings; give at least one draft "
+                "length and a batch that the data axis divides."
+            )
+        self._check_weights(candidates, budget_bytes)
+        self.say(f"comparing {len(candidates)} settings")
+        speeds = {each: self.speed.tokens_per_s(each) for each in candidates}
+        compiled: Compiled = {}
+
+        def runs_of(candidates: Iterable[PlanSettings]) -> list[PlannedRun]:
+            correction = self._correction(compiled)
+            return [
+                PlannedRun(
+                    settings=each,
+                    bytes=(
+                        compiled[each][0]
+                        if each in compiled
+                        else self.bytes.estimated(each, correction=correction)
+                    ),
+                    tokens_per_s=speeds[each][0],
+                    decode_tokens_per_s=speeds[each][1],
+                )
+                for each in candidates
+            ]
+
+        for _ in range(MAX_ATTEMPTS):
+            chosen = choose(runs_of(candidates), budget_bytes, keep=keep)
+            if chosen is None or chosen.settings in compiled:
+                break
+            compiled[chosen.settings] = self._compiled(chosen.settings, compiles)
+        else:
+            chosen = None
+        if chosen is None:  # by estimates, so it is found out what the least takes
+            least = self._compile_least(candidates, compiled, compiles)
+            chosen = choose(runs_of(compiled), budget_bytes, keep=keep)
+            if chosen is None:
+                raise SettingError(self._refusal(least, compiled[least][0], budget_bytes))
+        return self._plan_of(
+            chosen,
+            runs_of(candidates),
+            budget_bytes,
+            keep=keep,
+            programs=compiled[chosen.settings][1],
+        )
+
+    def _compile_least(
+        self, candidates: Sequence[PlanSettings], compiled: Compiled, compiles: Compiles
+    ) -> PlanSettings:
+        """The settings that take the fewest bytes, after compiling all that might.
+
+        Fewer rows, drafts and tokens per call never take more, so of settings that are otherwise
+        alike only the fewest are compiled; and of these, only those that take less without
+        temporaries than the least with them.
+        """
+        fewest: dict[tuple, PlanSettings] = {}
+        for each in sorted(
+            candidates, key=lambda each: (each.draft_length, each.batch_size, each.prefill_chunk)
+        ):
+            plain = (each.kv_dtype, each.num_data_shards, each.num_model_shards)
+            of_draft = (each.draft_dtype, each.draft_kv_dtype, each.draft_kv_window)
+            if plain not in fewest:
+                fewest.setdefault((*plain, *of_draft) if each.draft_length else plain, each)
+
+        def at_least(settings: PlanSettings) -> int:
+            parts = self.bytes.parts(settings)
+            return PlanBytes.of_programs(parts, 0, "estimated").total_bytes
+
+        def total(settings: PlanSettings) -> int:
+            return compiled[settings][0].total_bytes
+
+        least: PlanSettings | None = None
+        for each in sorted(fewest.values(), key=at_least):
+            if least is not None and at_least(each) >= total(least):
+                break
+            if each not in compiled:
+                compiled[each] = self._compiled(each, compiles)
+            least = each if least is None else min(least, each, key=total)
+        assert least is not None
+        return least
+
+    def _compiled(
+        self, settings: PlanSettings, compiles: Compiles
+    ) -> tuple[PlanBytes, tuple[ProgramBytes, ...]]:
+        if isinstance(self.request.drafter, FlexDraft) and settings.draft_length:
+            compiles = "whole"  # what its sequential mode needs grows with its layers
+        source: Source = "compiled" if compiles == "whole" else "compiled short"
+        if settings.num_devices > len(jax.local_devices()):
+            return self.bytes.estimated(settings), ()
+        self.say(f"compiling {settings.sentence}")
+        added, programs = self.bytes.compiled(settings, compiles)
+        return PlanBytes.of_programs(self.bytes.parts(settings), added, source), programs
+
+    def _correction(self, compiled: Compiled) -> float:
+        """What estimates are multiplied by: as much as compiled programs needed more."""
+        ratios = [
+            (found.generation_bytes - found.parts.state_bytes)
+            / self.bytes.temporaries(settings).added_bytes(settings)
+            for settings, (found, programs) in compiled.items()
+            if programs
+        ]
+        return max([1.0, *ratios])
+
+    def _plan_of(
+        self,
+        chosen: PlannedRun,
+        runs: Sequence[PlannedRun],
+        budget_bytes: int,
+        *,
+        keep: float,
+        programs: tuple[ProgramBytes, ...],
+    ) -> MemoryPlan:
+        num_candidates = len(runs)
+        num_fitting = sum(run.bytes.total_bytes <= budget_bytes for run in runs)
+        if not chosen.settings.changes_output:
+            runs = [run for run in runs if not run.settings.changes_output]
+        fitting = [run for run in runs if run.bytes.total_bytes <= budget_bytes]
+        total = chosen.bytes.total_bytes
+        less = [run for run in fitting if run.bytes.total_bytes < total]
+        more = [run for run in runs if run.tokens_per_s > chosen.tokens_per_s]
+        request, settings = self.request, chosen.settings
+        return MemoryPlan(
+            target=request.target.name,
+            draft=None if request.draft is None else request.draft.name,
+            draft_options=request.draft_options,
+            drafter=None if request.drafter is None else request.drafter.name,
+            dtype=request.dtype,
+            device=self.speed.devices[0].name,
+            platform=jax.default_backend() if request.is_here else "gpu",
+            scheduler=request.scheduler.name,
+            verifier=request.verifier.name,
+            budget_bytes=budget_bytes,
+            keep=keep,
+            chosen=chosen,
+            fastest=max(fitting, key=lambda run: run.tokens_per_s),
+            cheaper=max(less, key=lambda run: run.tokens_per_s, default=None),
+            faster=min(more, key=_by_bytes, default=None),
+            baseline_bytes=baseline_bytes(
+                request.target.config,
+                draft=None if request.draft is None else request.draft.config,
+                itemsize=jnp.dtype(request.dtype).itemsize,
+                num_rows=settings.batch_size,
+                prompt_tokens=request.prompt_tokens,
+                num_nodes=settings.draft_length + 1,
+                depth=request.draft_depth(settings.draft_length),
+            ),
+            programs=programs,
+            formulas=self.bytes.formulas(settings),
+            num_candidates=num_candidates,
+            num_fitting=num_fitting,
+            remarks=self._remarks(chosen, programs),
+        )
+
+    def _remarks(self, chosen: PlannedRun, programs: tuple[ProgramBytes, ...]) -> tuple[str, ...]:
+        of_target, _, _ = self.speed.devices
+        found = [f"Speeds are predictions for {of_target.name}: {of_target.source}."]
+        if not self.request.is_here:
+            found.append(
+                f"Temporaries are XLA's figures for the same programs on {jax.default_backend()} "
+                "in float32; those of the device itself may differ. An engine with these settings "
+                f"on this machine ({jax.default_backend()}) may take more than the budget."
+            )
+        elif self.request.is_loaded and self.request.is_datasheet:
+            found.append(
+                f"The bytes are those of an engine on this machine ({jax.default_backend()}), "
+                "where the target is loaded; name the target to plan for another device."
+            )
+        if chosen.settings.num_devices > 1:
+            found.append("What devices of the model axis exchange is not in the prediction.")
+            if not programs:
+                found.append(
+                    f"The programs were not compiled: {chosen.settings.num_devices} devices are "
+                    f"needed, and JAX has {len(jax.local_devices())}."
+                )
+        if chosen.settings.changes_output:
+            if None in self.request.search.kv_dtypes:
+                found.append("Nothing fits with the target's KV in its own dtype.")
+            found.append(
+                f"Rounding the target's KV to {chosen.settings.kv_dtype} changes the output a "
+                "little, of plain and speculative decoding alike; `jaxspec audit` says how much."
+            )
+        found += self._remarks_on_drafts(chosen.settings)
+        return tuple(found)
+
+    def _remarks_on_drafts(self, settings: PlanSettings) -> list[str]:
+        request, found = self.request, []
+        if not settings.draft_length:
+            return found
+        if isinstance(request.drafter, FlexDraft):
+            if request.drafter.mode == "auto":
+                found.append(
+                    f"At {settings.batch_size // settings.num_data_shards} rows FlexDraft drafts "
+                    f"in its {request.flex_mode_at(settings)} mode."
+                )
+            if request.drafter.label == NO_WEIGHTS:
+                found.append(
+                    "FlexDraft has the paper's sizes for this target here; name your weights in "
+                    f"the place of {NO_WEIGHTS}, and plan with them if their sizes differ."
+                )
+        elif request.drafter is not None:
+            found.append("Drafting is taken to cost no more than reading the drafter's weights.")
+        if "min_confidence" in request.draft_options:
+            found.append("Rounds are predicted as if no draft ended early.")
+        if request.tree is not None and settings.draft_length < request.tree.num_nodes:
+            found.append(
+                f"The {settings.draft_length} nodes that are drafted here are predicted to be "
+                f"accepted as the first of {request.tree.num_nodes} are."
+            )
+        if settings.draft_kv_window or settings.draft_kv_dtype:
+            found.append(
+                "The acceptance is taken to be that of a draft model with all of its KV; measure "
+                "it with `jaxspec compare`."
+            )
+        return found
+
+    def _check_weights(self, candidates: Sequence[PlanSettings], budget_bytes: int) -> None:
+        """Raises `SettingError` if the budget is below the weights of all settings."""
+        lightest = min(candidates, key=lambda each: self.bytes.parts(each).weights_bytes)
+        parts = self.bytes.parts(lightest)
+        if parts.weights_bytes <= budget_bytes:
+            return
+        advice, dtype = [], self.request.dtype
+        if jnp.dtype(dtype).itemsize > 2:
+            share = 2 / jnp.dtype(dtype).itemsize
+            if share * parts.weights_bytes <= budget_bytes:
+                advice.append(f"bfloat16 takes {in_units(math.ceil(share * parts.weights_bytes))}")
+        if not advice:
+            bits = next(
+                (
+                    bits
+                    for bits in (8, 4)
+                    if parts.weights_bytes * bits / 8 / jnp.dtype(dtype).itemsize <= budget_bytes
+                ),
+                None,
+            )
+            fits = "no weight dtype" if bits is None else f"{bits}-bit weights, which jaxspec lacks"
+            advice.append(f"{fits} would fit")
+        axes = model_axes(self.request.target.config, MOST_DEVICES)
+        enough = [each for each in axes if parts.weights_bytes / each <= budget_bytes]
+        if enough and lightest.num_model_shards == 1:
+            advice.append(f"a mesh axis model of {enough[0]} devices splits them")
+        raise SettingError(
+            f"A budget of {in_units(budget_bytes)} was given, and the weights alone take "
+            f"{in_units(parts.weights_bytes)} per device in {dtype}; {' and '.join(advice)}."
+        )
+
+    def _refusal(self, least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
+        return (
+            f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest "
+            f"that works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), "
+            f"with {least.sentence}."
+        )
+
+
+def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> PlannedRun | None:
+    """Of the runs that fit, the one of the fewest bytes that keeps `keep` of the best speed; None
+    if none fits. Those that change the output count only where no other fits."""
+    fitting = [run for run in runs if run.bytes.total_bytes <= budget_bytes]
+    fitting = [run for run in fitting if not run.settings.changes_output] or fitting
+    if not fitting:
+        return None
+    best = max(run.tokens_per_s for run in fitting)
+    fast = [run for run in fitting if run.tokens_per_s >= keep * best]
+    return min(fast, key=_by_bytes)
+
+
+def _by_bytes(run: PlannedRun) -> tuple[int, float]:
+    """Order of runs: the fewest bytes first, of equals the fastest."""
+    return run.bytes.total_bytes, -run.tokens_per_s

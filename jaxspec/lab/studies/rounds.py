@@ -1,0 +1,146 @@
+"""Rounds of each layout and scheduler for the same requests, and of EQSPEC and EXSPEC as published.
+
+All of them emit the target's output (checked: equal, or diverging at a tie within rounding), so
+only rounds and token positions differ, and these do not depend on the machine. The yardstick is
+list scheduling of the rounds that each request takes with jaxspec's own round: a free row is filled
+immediately, in order of arrival. It is no lower bound, because another order may need fewer rounds.
+Prefill is not a round. `jaxspec.lab.studies.published` describes how EQSPEC and EXSPEC as published
+differ from the same layout and scheduler here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+
+from jaxspec.audit.judge import judge_all
+from jaxspec.audit.scoring import Scorer
+from jaxspec.engine.engine import Engine
+from jaxspec.lab.studies.replay import list_scheduling
+from jaxspec.lab.studies.workload import Workload, WorkloadOptions
+from jaxspec.requests.completions import Completion
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.telemetry.counters import Acceptance
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SchedulersBench(WorkloadOptions):
+    """Count rounds of layouts and schedulers, and of EQSPEC and EXSPEC as published."""
+
+    NAME: ClassVar[str] = "schedulers"
+
+    limit: int | None = 32
+    max_prompt_tokens: int = 64
+    max_tokens: int = 48
+    batch_sizes: tuple[int, ...] = (4, 8)
+    pool: int = 32
+
+    def measure(self) -> dict[str, Any]:
+        """Rounds, and whether outputs agree, by batch size and system."""
+        workload = Workload(self, reference=list)
+        requests = workload.as_requests(workload.in_file_order, self.max_tokens)
+        results = []
+        for batch_size in self.batch_sizes:
+            reference: list[Completion] = []
+            for decoding in workload.decodings(batch_size):
+                if not decoding.speculates:
+                    continue
+                completions, result = count_rounds(workload.engine(decoding), requests)
+                reference = reference or completions  # ragged, whose bits no neighbour changes
+                own = [completion.acceptance.num_rounds for completion in reference]
+                results.append(
+                    {
+                        "system": decoding.system,
+                        "batch_size": batch_size,
+                        **result,
+                        "ideal_rounds": list_scheduling(own, batch_size),
+                        "num_ties": count_ties(workload.scorer, completions, reference),
+                    }
+                )
+        return {"inputs": workload.inputs, "results": results}
+
+    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
+        """Systems by batch size."""
+
+        def share(name: str, of: str) -> Any:
+            return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
+
+        columns: Columns = {
+            "batch": "{batch_size}",
+            "system": "{system}",
+            "rounds": "{schedule[num_rounds]}",
+            "of list\nschedule": lambda found: (
+                f"{found['schedule']['num_rounds'] / found['ideal_rounds']:.0%}"
+            ),
+            "tokens\n/call": "{emitted_per_call:.2f}",
+            "grouped\ncalls": share("num_grouped_rounds", "num_rounds"),
+            "grouped\nrows": share("num_grouped_rows", "num_rows"),
+            "slots\nmoved": "{schedule[num_slots_moved]}",
+            "draft\npositions": "{draft_positions}",
+        }
+        results = document["results"]
+        return [TextTable.of_columns("rounds", columns, results, group=lambda r: r["batch_size"])]
+
+
+def totals(engine: Engine) -> dict[str, int]:
+    """The running counts of an engine's rounds and, if it has a draft model, of the positions that
+    this has read (`draft_positions`)."""
+    state = engine.executor.state
+    found = {name: int(n) for name, n in vars(jax.device_get(state.schedule)).items()}
+    if hasattr(state.drafter, "num_positions"):
+        found["draft_positions"] = int(state.drafter.num_positions)
+    return found
+
+
+def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion], dict[str, int]]:
+    """The completions of requests, and the increase of the engine's `totals`."""
+    before = totals(engine)
+    completions = list(engine.run(requests))
+    return completions, {name: n - before[name] for name, n in totals(engine).items()}
+
+
+def count_rounds(
+    engine: Engine, requests: Sequence[Request]
+) -> tuple[list[Completion], dict[str, Any]]:
+    """The completions of requests, and the rounds and token positions that they took."""
+    completions, schedule = count(engine, requests)
+    draft_positions = schedule.pop("draft_positions")
+    total = Acceptance.total([completion.acceptance for completion in completions])
+    num_prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions)
+    rounds, batch_size = schedule["num_rounds"], engine.shape.batch_size
+    return completions, {
+        "engine": engine.describe(),
+        "schedule": schedule,
+        "acceptance": total.to_json(),
+        "rows_used": schedule["num_rows"] / (rounds * batch_size),
+        "emitted_per_round": total.emitted_per_round,
+        "emitted_per_call": total.num_emitted_tokens / rounds,
+        "num_prompts": len(requests),
+        "num_prompt_tokens": num_prompt_tokens,
+        "num_tokens": total.num_emitted_tokens,
+        "num_drafted": total.num_draft_tokens,
+        "num_committed": num_prompt_tokens + total.num_emitted_tokens,
+        "target_positions": schedule["num_rows"] * engine.shape.verify_length
+        + num_prompt_tokens
+        - len(requests),
+        "draft_positions": draft_positions,
+    }
+
+
+def count_ties(
+    scorer: Scorer, completions: Sequence[Completion], reference: Sequence[Completion]
+) -> int:
+    """How many greedy outputs diverge from the reference's, each at a tie within rounding.
+
+    Raises:
+      AssertionError: one diverges other than at a tie.
+    """
+    expected = [completion.token_ids for completion in reference]
+    found = judge_all(scorer, completions, expected, SamplingParams())
+    assert found.are_ties, found.judged
+    return len(found.differing)

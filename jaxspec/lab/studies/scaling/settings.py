@@ -1,0 +1,245 @@
+"""The settings of a study: which drafters there are, and how each is trained."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import ClassVar, TypeVar
+
+from jaxspec.errors import SettingError
+from jaxspec.lab.bench.measure import Bench
+from jaxspec.runtime.directories import check_can_write_into
+from jaxspec.training import data, lm, runs
+
+WRITTEN = "written"  # the domain of the target's own texts
+_STDLIB = ("code:stdlib",)  # where no corpora are given
+Settings = TypeVar("Settings", bound="ScalingSettings")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shape:
+    """The size of a drafter."""
+
+    num_layers: int
+    width: int
+
+    @property
+    def name(self) -> str:
+        """E.g. `2x128`: layers and width."""
+        return f"{self.num_layers}x{self.width}"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalingSettings(Bench):
+    """What a study is made of."""
+
+    COMMAND: ClassVar[str] = "study"
+    NAME: ClassVar[str] = "scaling"
+
+    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seeds", "warmup_steps")
+
+    target: str = "demo-target"
+    """Any model with a tokenizer that `load_model` takes."""
+    corpora: pathlib.Path | None = None
+    """Directory of the domains' directories, each with JSONL files, `{"text": ...}` a line."""
+    domains: tuple[str, ...] = ()
+    """NAME[:SOURCE][=WEIGHT] each, as `jaxspec train lm` takes them; default every directory."""
+    exclude: tuple[str, ...] = ()
+    """Documents whose "source" contains one of these are left out."""
+    texts: pathlib.Path | None = None
+    """A file of texts that the target wrote (`jaxspec train texts`), to be trained on as well."""
+    texts_share: float = 0.38
+    """Their share of the training rows."""
+    held_out: tuple[str, ...] = ()
+    """Names of the domains to measure held-out losses on, and to take prompts from; default all but
+    the target's own texts."""
+    epochs: int = 1
+    """Passes that a drafter may take over the text of a domain."""
+    out: pathlib.Path = pathlib.Path("scaling")
+    """Directory for the report, the rows, the cells and the trained drafters."""
+    rows: pathlib.Path | None = None
+    """Train nothing: fit these rows (parquet or JSON lines, as the study writes them)."""
+    times: pathlib.Path | None = None
+    """With --rows: seconds of rounds by batch size and draft length, as the study writes them."""
+    resume: bool = False
+    """Go on with what the output directory holds; more tokens, sizes and seeds may be added."""
+    quick: bool = False
+    """Three sizes and four numbers of tokens up to 250,000, one seed: minutes on a CPU."""
+    layers: tuple[int, ...] = (1, 2, 3, 4, 6)
+    """Numbers of layers, at the first of --widths."""
+    widths: tuple[int, ...] = (128, 64, 192)
+    """Widths, at --reference-layers; feed-forward layers are twice as wide."""
+    reference_layers: int = 2
+    """Layers of the drafter that is trained with every seed and decoded at every batch size."""
+    tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
+    """Training tokens of the reference drafter, in increasing order."""
+    first_seed_tokens: tuple[int, ...] = ()
+    """Further ones of the reference drafter, with the first seed only."""
+    other_tokens: tuple[int, ...] = ()
+    """Training tokens of the other drafters; default those of --tokens."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    """Of weights and row order; drafters other than the reference have the first."""
+    batch_tokens: int = 1024
+    """Tokens of a training step."""
+    sequence_length: int = 256
+    """Tokens of a training row."""
+    learning_rate: float = 3e-3
+    """Of every trunk."""
+    warmup_steps: int = 40
+    """Of every trunk."""
+    evaluate_tokens: int = 4096
+    """Held-out tokens of each domain for losses and overlaps."""
+    draft_lengths: tuple[int, ...] = (4, 8)
+    """Tokens drafted per round."""
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
+    """Rows of a batch, for the reference drafter after the most tokens; the others are decoded in
+    the largest."""
+    time_draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
+    """Draft lengths whose rounds are timed at every batch size."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
+    limit: int | None = None
+    """Its first so many prompts only."""
+    max_prompt_tokens: int = 64
+    """Longer prompts are cut to their first so many tokens."""
+    max_tokens: int = 64
+    """Tokens emitted per prompt; stop tokens are ignored."""
+    repeats: int = 5
+    """Timed runs of each stage of a round; medians count."""
+
+    def check_out(self) -> None:
+        """Raises `SettingError` if the report cannot be written."""
+        check_can_write_into(self.out)
+
+    def check(self) -> None:
+        """Raises `SettingError` for options that no study can be made of."""
+        super().check()
+        if self.reference_layers not in self.layers:
+            raise SettingError(
+                f"--reference-layers {self.reference_layers} is none of --layers "
+                f"{' '.join(map(str, self.layers))}; name one of them."
+            )
+        if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
+            raise SettingError(
+                f"--seeds {' '.join(map(str, self.seeds)) or 'nothing'} was given; give different "
+                "numbers of at least 0."
+            )
+        if not 0 < self.texts_share < 1:
+            raise SettingError(
+                f"--texts-share {self.texts_share} was given; it must lie between 0 and 1."
+            )
+        if any(width % 32 for width in self.widths):
+            raise SettingError(
+                f"--widths {' '.join(map(str, self.widths))} was given; give multiples of 32."
+            )
+        for shape in self.shapes():
+            self.train_config(shape, self.seeds[0])  # raises now what training would
+        self.held_out_domains()
+
+    @property
+    def reference(self) -> Shape:
+        """The drafter in the middle of the cross."""
+        return Shape(num_layers=self.reference_layers, width=self.widths[0])
+
+    def shapes(self) -> list[Shape]:
+        """All sizes, the reference first."""
+        deep = [Shape(num_layers=layers, width=self.widths[0]) for layers in self.layers]
+        wide = [Shape(num_layers=self.reference_layers, width=width) for width in self.widths]
+        return list(dict.fromkeys([self.reference, *deep, *wide]))
+
+    def seeds_of(self, shape: Shape) -> tuple[int, ...]:
+        """The seeds that a size is trained with."""
+        return self.seeds if shape == self.reference else self.seeds[:1]
+
+    def tokens_of(self, shape: Shape, seed: int) -> tuple[int, ...]:
+        """The training tokens of a size with a seed."""
+        if shape != self.reference:
+            return self.other_tokens or self.tokens
+        return (*self.tokens, *(self.first_seed_tokens if seed == self.seeds[0] else ()))
+
+    @property
+    def longest_trained(self) -> tuple[Shape, int, int]:
+        """Size, seed and training tokens of the reference drafter after the most tokens."""
+        return self.reference, self.seeds[0], self.tokens_of(self.reference, self.seeds[0])[-1]
+
+    def train_config(self, shape: Shape, seed: int) -> lm.TrainConfig:
+        """The run that trains a size with a seed."""
+        out = self.out / "trunks" / f"{shape.name}-seed{seed}"
+        # Heads of 64, or of 32 where a width is no multiple of 64.
+        head_size = 32 if shape.width % 64 else 64
+        return lm.TrainConfig(
+            out=out,
+            corpora=self.corpora or self.out,
+            domains=self.training_domains(),
+            exclude=self.exclude,
+            schedule="trunk",
+            branches=self.tokens_of(shape, seed),
+            batch_tokens=self.batch_tokens,
+            sequence_length=self.sequence_length,
+            max_length=max(1024, self.sequence_length),
+            width=shape.width,
+            feed_forward_width=2 * shape.width,
+            num_layers=shape.num_layers,
+            num_query_heads=shape.width // head_size,
+            num_kv_heads=1,
+            head_size=head_size,
+            epochs=self.epochs,
+            learning_rate=self.learning_rate,
+            warmup_steps=self.warmup_steps,
+            teacher=self.target,
+            teacher_states=self.out / "teacher" / f"seed{seed}.f32",
+            seed=seed,
+            resume=(out / runs.CHECKPOINT).is_file(),
+            log_every=100,
+            evaluate_every=10**9,
+            evaluate_tokens=self.evaluate_tokens,
+            checkpoint_every=200,
+        )
+
+    @property
+    def written(self) -> pathlib.Path:
+        """The target's own texts, as documents to train on."""
+        return self.out / "written.jsonl"
+
+    def training_domains(self) -> tuple[str, ...]:
+        """All domains, in the form that training takes."""
+        names = self.domains or (_STDLIB if self.corpora is None else ())
+        if not names:
+            found = data.discover_domains(self.corpora or self.out)
+            names = tuple(f"{each.name}:{each.source}" for each in found)
+        if self.texts is None:
+            return names
+        weight = sum(data.Domain.parse(name).weight for name in names)
+        weight *= self.texts_share / (1 - self.texts_share)
+        return (*names, f"{WRITTEN}:{self.written.resolve()}={weight!r}")
+
+    def held_out_domains(self) -> list[str]:
+        """Names of the domains that are measured on."""
+        names = [data.Domain.parse(text).name for text in self.training_domains()]
+        if missing := set(self.held_out).difference(names):
+            raise SettingError(
+                f"--held-out names {' and '.join(sorted(missing))}, and the domains are "
+                f"{', '.join(names)}; name some of these."
+            )
+        return list(self.held_out) or [name for name in names if name != WRITTEN]
+
+    def made_quick(self: Settings) -> Settings:
+        """What two cores measure in minutes."""
+        return dataclasses.replace(
+            self,
+            layers=(1, 2, 4),
+            widths=self.widths[:1],
+            reference_layers=2,
+            tokens=(31_250, 62_500, 125_000, 250_000),
+            first_seed_tokens=(),
+            other_tokens=(),
+            batch_tokens=512,
+            seeds=self.seeds[:1],
+            draft_lengths=(4,),
+            batch_sizes=(1, 4),
+            time_draft_lengths=(1, 2, 4),
+            limit=min(self.limit or 24, 24),
+            max_tokens=min(self.max_tokens, 48),
+            evaluate_tokens=min(self.evaluate_tokens, 2048),
+            repeats=min(self.repeats, 3),
+        )

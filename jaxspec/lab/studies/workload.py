@@ -1,0 +1,302 @@
+"""The models, requests and engines of a study."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import itertools
+import os
+import pathlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar, TypeAlias
+
+import jax
+import numpy as np
+
+from jaxspec.audit.scoring import Scorer
+from jaxspec.cache.layouts import LAYOUTS, Layout
+from jaxspec.checkpoint.format import is_converted
+from jaxspec.checkpoint.manifest import read_manifest
+from jaxspec.checkpoint.resolve import cached_models, load_model
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import CheckpointError
+from jaxspec.kernels.base import unpacked
+from jaxspec.lab.bench.measure import PairBench
+from jaxspec.lab.studies import published
+from jaxspec.models.base import Model
+from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
+from jaxspec.requests.requests import Request, make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.schedulers import Continuous, Pool, Static
+
+Cell: TypeAlias = dict[str, Any]
+Cells: TypeAlias = Mapping[str, Cell]
+
+# The file that the published study decodes, by its hash.
+SPEC_BENCH = {
+    "sha256": "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
+    "source": "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl",
+    "commit": "fd2c1cd7d2201ef71db4c5f4e455008f017967bf",
+}
+SCHEDULERS = ("static", "pool", "continuous")
+PUBLISHED: dict[str, tuple[Layout, str]] = {
+    "EQSPEC": ("aligned", "static"),
+    "EXSPEC": ("aligned", "pool"),
+}
+PLAIN = "plain, ragged + continuous"
+NAMED = ("EQSPEC", "EXSPEC", "jaxspec", PLAIN)  # measured at every batch size, also when quick
+
+
+def of_kind(cells: Cells, prefix: str) -> list[Cell]:
+    """The cells whose names begin with `prefix`."""
+    return [cell for name, cell in cells.items() if name.startswith(prefix)]
+
+
+def rounds_of(cell: Cell) -> dict[str, int]:
+    """The rounds of each system of a cell that compares several."""
+    return {name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()}
+
+
+def nearest(wanted: int, sizes: Iterable[int]) -> int:
+    """The size nearest to the wanted one."""
+    return min(sizes, key=lambda size: abs(size - wanted))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkloadOptions(PairBench):
+    """Options for what is decoded, and for the shapes of the engines."""
+
+    prompts: pathlib.Path | None = None
+    """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
+    prompts."""
+    limit: int | None = None
+    """Use only this many prompts, from the beginning of the file."""
+    max_prompt_tokens: int = 1024
+    """Cut longer prompts after this many tokens."""
+    max_tokens: int = 128
+    """Tokens emitted per prompt; fewer if the model stops by itself."""
+    draft_length: int = 5
+    """Tokens drafted per round."""
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Rows decoded together."""
+    pool: int = 48
+    """Rows of the pool, at least twice the batch size."""
+
+    quick: ClassVar[bool] = False
+    repeats: ClassVar[int] = 1
+    oracle: ClassVar[float | None] = None
+    seed: ClassVar[int] = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """The configuration that a cell decodes with.
+
+    Attributes:
+      layout: that of the target's cache.
+      scheduler: a name of `SCHEDULERS`.
+      batch_size: rows of a round.
+      speculates: False decodes plainly, by the window-1 loop.
+      is_published: whether drafting and verification are those of the published code; see
+        `studies.published`.
+    """
+
+    layout: Layout
+    scheduler: str
+    batch_size: int
+    speculates: bool
+    is_published: bool = False
+
+    @property
+    def system(self) -> str:
+        """`EQSPEC` and `EXSPEC` as published; `jaxspec`, its default; otherwise layout and
+        scheduler, with jaxspec's own drafting and verification."""
+        place = self.layout, self.scheduler
+        if not self.speculates:
+            return "plain, {} + {}".format(*place)
+        if self.is_published:
+            return next(name for name, each in PUBLISHED.items() if each == place)
+        return "jaxspec" if place == ("ragged", "continuous") else " + ".join(place)
+
+    @property
+    def cell(self) -> str:
+        """Its identifier in the names of cells."""
+        kind = "published" if self.is_published else "speculative" if self.speculates else "plain"
+        return f"{self.layout}-{self.scheduler}-{kind}-b{self.batch_size}"
+
+
+class Workload:
+    """The models and requests of a study, and the engines that decode them.
+
+    Args:
+      options: what to decode.
+      reference: returns the outputs of batch-1 plain decoding, for an oracle to draft.
+    """
+
+    def __init__(self, options: WorkloadOptions, reference: Callable[[], list[list[int]]]):
+        self.options, self._reference = options, reference
+        lines, self.inputs = load_prompts(options.prompts, options.limit)
+        self.is_spec_bench = SPEC_BENCH["sha256"] in self.inputs.values()
+        self.target = load_model(options.target, dtype=options.dtype)
+        self.draft = load_model(options.draft, dtype=options.dtype)
+        self.models = {
+            "target": identity(options.target, self.target),
+            "draft": identity(options.draft, self.draft),
+        }
+        if self.target.tokenizer is None:
+            self.prompts = self.in_file_order = self._random_prompts(len(lines))
+        else:
+            self.in_file_order, self.prompts = (
+                encode_prompts(each, self.target, max_prompt_tokens=options.max_prompt_tokens)
+                for each in (lines, _in_turn(lines))
+            )
+
+    def _random_prompts(self, num_prompts: int) -> list[tuple[int, ...]]:
+        """Random ids, for a target without a tokenizer."""
+        random = np.random.default_rng(self.options.seed)
+        longest = self.options.max_prompt_tokens
+        lengths = random.integers(max(longest // 8, 1), longest + 1, num_prompts)
+        vocab_size = min(self.target.vocab_size, self.draft.vocab_size)
+        return [tuple(random.integers(0, vocab_size, length).tolist()) for length in lengths]
+
+    # ---- requests
+
+    def requests(self, batch_size: int) -> list[Request]:
+        """A quick study decodes three times as many requests as there are rows, at least 24; if
+        there are fewer prompts, they are repeated, each time cut by eight more tokens."""
+        num = max(24, 3 * batch_size) if self.options.quick else len(self.prompts)
+        if self.options.limit is not None:
+            num = min(num, self.options.limit)
+        prompts = []
+        for index in range(num):
+            turn, place = divmod(index, len(self.prompts))
+            prompts.append(self.prompts[place][: max(1, self.options.max_prompt_tokens - 8 * turn)])
+        # The embedded pair writes until it is stopped; so do random weights.
+        return self.as_requests(prompts, self.options.max_tokens)
+
+    def as_requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Request]:
+        """Greedy requests."""
+        params = SamplingParams(max_tokens=max_tokens)
+        return make_requests(prompts, params, self.target, longest=self.max_length)
+
+    @property
+    def max_length(self) -> int:
+        """Room for the longest prompt, its completion, and a window that begins at its end."""
+        longest = max(map(len, (*self.prompts, *self.in_file_order)))
+        return longest + self.options.max_tokens + self.options.draft_length + 2
+
+    # ---- engines
+
+    def decodings(self, batch_size: int) -> list[Decoding]:
+        """All combinations, and the published systems; a quick study leaves out combinations
+        without a name, except at batch 8."""
+        every = [
+            Decoding(
+                layout=layout, scheduler=scheduler, batch_size=batch_size, speculates=speculates
+            )
+            for speculates in (False, True)
+            for layout in LAYOUTS
+            for scheduler in SCHEDULERS
+        ]
+        every += [self.named(name, batch_size) for name in PUBLISHED]
+        if not self.options.quick or batch_size == 8:
+            return every
+        return [decoding for decoding in every if decoding.system in NAMED]
+
+    def named(self, system: str, batch_size: int) -> Decoding:
+        """The decoding of a system of `NAMED`."""
+        layout, scheduler = PUBLISHED.get(system, ("ragged", "continuous"))
+        return Decoding(
+            layout=layout,
+            scheduler=scheduler,
+            batch_size=batch_size,
+            speculates=system != PLAIN,
+            is_published=system in PUBLISHED,
+        )
+
+    def engine(
+        self, decoding: Decoding, *, pool: int | None = None, is_oracle: bool = True
+    ) -> Engine:
+        """An engine with compiled programs.
+
+        Args:
+          decoding: its configuration.
+          pool: rows of a pool; default the study's, and at least twice the batch size.
+          is_oracle: whether an oracle may draft, if the study has one.
+        """
+        num_pooled = max(pool or self.options.pool, 2 * decoding.batch_size)
+        schedulers = {"static": Static(), "pool": Pool(num_pooled), "continuous": Continuous()}
+        settings: dict[str, Any] = {}
+        if decoding.speculates:
+            drafter: Any = DraftModel(self.draft)
+            if decoding.is_published:
+                drafter = published.RereadingDraftModel(self.draft)
+                settings["verifier"] = published.WithoutBonus()
+            if is_oracle and self.options.oracle is not None:
+                drafter = self._oracle(drafter, self.options.oracle)
+            if decoding.is_published:
+                drafter = published.BatchMinimum(drafter)
+            settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
+        engine = Engine(
+            self.target,
+            layout=decoding.layout,
+            scheduler=schedulers[decoding.scheduler],
+            batch_size=decoding.batch_size,
+            max_length=self.max_length,
+            prefill_chunk=64 if self.options.quick else 128,
+            **settings,
+        )
+        engine.warm_up()
+        engine.generate([[0, 0]], SamplingParams(max_tokens=2))
+        return engine
+
+    def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
+        """An oracle that drafts what the target will emit, right with the given probability, at the
+        cost of `cost`."""
+        requests = self.requests(max(self.options.batch_sizes))
+        sequences = [
+            request.prompt_token_ids + tuple(output)
+            for request, output in zip(requests, self._reference(), strict=True)
+        ]
+        return Oracle(sequences, acceptance=acceptance, cost_of=cost)
+
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """The scorer for judging divergences."""
+        return Scorer(self.target, max_length=self.max_length)
+
+
+def _in_turn(lines: Sequence[PromptLine]) -> list[PromptLine]:
+    """The lines of the categories in alternation, so that the first few are from all categories."""
+    by_category: dict[str, list[PromptLine]] = {}
+    for line in lines:
+        name = str(line.fields.get("category", line.fields.get("domain")))
+        by_category.setdefault(name, []).append(line)
+    turns = itertools.zip_longest(*by_category.values())
+    return [line for turn in turns for line in turn if line is not None]
+
+
+def identity(name: str, model: Model) -> dict[str, Any]:
+    """Identifies a checkpoint: a digest of its parameters as they are used, and the revision if it
+    was downloaded."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return {
+        "name": pathlib.Path(name).name if os.path.isdir(name) else name,
+        "sha256": digest.hexdigest(),
+        "revision": _revision(name),
+    }
+
+
+def _revision(name: str) -> str | None:
+    """Commit of a hub id that was converted, or of the source of a converted directory."""
+    if is_converted(name):
+        with contextlib.suppress(CheckpointError):
+            return read_manifest(name).revision
+    return next((model.revision for model in cached_models() if model.source == name), None)

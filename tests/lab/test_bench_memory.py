@@ -1,0 +1,41 @@
+"""`jaxspec bench memory`: the same tokens in fewer bytes."""
+
+import io
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxspec.lab.bench.memory import MemoryBench
+
+
+@pytest.mark.system
+def test_the_plan_takes_fewer_bytes_for_the_same_tokens(tmp_path):
+    questions = tmp_path / "questions.jsonl"
+    questions.write_text(json.dumps({"turns": ["Once upon a time", "And then"]}) + "\n")
+    console = Console(file=io.StringIO(), width=160)
+    bench = MemoryBench(prompts=questions, max_tokens=6, draft_lengths=(2, 3), repeats=1)
+    found = bench.run(console)
+    assert found["holds"]
+    free, plan, int8 = found["results"]
+    assert [each["num_tokens"] for each in found["results"]] == [12, 12, 12]
+    assert plan["num_equal_turns"] == plan["num_turns"] == 2
+    assert int8["generation_bytes"] < plan["generation_bytes"] < free["generation_bytes"]
+    assert "int8 KV of the target" in int8["sentence"]
+    # The plans are for what the chat needed, not for all that the model could take.
+    assert found["context"] == found["longest_prompt"] + 6
+    assert found["plans"]["plan"]["chosen"]["settings"]["max_length"] == 128
+    for each in found["results"]:
+        state_bytes = each["kv_bytes"] + each["buffers_bytes"]
+        assert each["measured_state_bytes"] == state_bytes
+    total = sum(
+        count for name, count in found["baseline_bytes"].items() if name != "generation_bytes"
+    )
+    assert found["baseline_bytes"]["generation_bytes"] == total
+    assert plan["less_than_baseline"] == pytest.approx(1 - plan["generation_bytes"] / total)
+    without = found["without_draft_logits"]
+    assert without < total
+    assert plan["less_without_draft_logits"] == pytest.approx(
+        1 - plan["generation_bytes"] / without
+    )
+    assert "baseline policy takes" in console.file.getvalue()

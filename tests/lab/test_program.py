@@ -1,0 +1,115 @@
+"""What a decode round becomes on GPUs and TPUs that are not there.
+
+These compile and run nothing. They need the extra `deviceless`, and for the TPU `jax[tpu]`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+from rich.console import Console
+
+from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import default_kernels
+from jaxspec.lab.bench import program
+from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on
+from jaxspec.lab.bench.program import ProgramBench, Shape, compile_run, launches_per_layer
+from jaxspec.models.registry import PRESETS
+
+pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
+
+WHOLE = Shape(
+    target=PRESETS["qwen3-8b"],
+    draft=PRESETS["qwen3-0.6b"],
+    kernels="mosaic",
+    batch_size=8,
+    context=1024,
+    draft_length=4,
+)
+NARROW = {"vocab_size": 4096, "width": 512, "feed_forward_width": 1024}
+SMALL = dataclasses.replace(
+    WHOLE,
+    target=dataclasses.replace(
+        WHOLE.target, num_layers=2, num_query_heads=8, num_kv_heads=2, **NARROW
+    ),
+    draft=dataclasses.replace(
+        WHOLE.draft, num_layers=1, num_query_heads=4, num_kv_heads=2, is_tied=False, **NARROW
+    ),
+    batch_size=4,
+)
+
+
+def needs(device: str):
+    problem = ABSENT_DEVICES[device].problem
+    return pytest.mark.skipif(problem is not None, reason=str(problem))
+
+
+@needs("h100")
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_a_round_on_an_h100(kernels):
+    with as_if_on("h100"):
+        found = compile_run("h100", dataclasses.replace(SMALL, kernels=kernels))
+    assert found.problems(draft_length=4) == []
+    assert found.loops == [(1, None), (2, 3)]  # rounds, and the draft steps after the first
+    for launches in (found.greedy, found.sampled):
+        assert launches.num_graphs <= 6
+        assert launches.num_predicates <= 2
+        assert launches.num_kernels <= 2  # the condition of the round
+
+
+@needs("h100")
+def test_launches_of_a_layer():
+    with as_if_on("h100"):
+        assert 0 < launches_per_layer("h100", SMALL) <= program.MAX_LAUNCHES_PER_LAYER
+
+
+@needs("h100")
+def test_sabotage_a_loop_in_every_layer_is_seen():
+    """`block_attention`, the default of all accelerators once, loops over the live KV."""
+    with as_if_on("h100"):
+        found = compile_run("h100", dataclasses.replace(SMALL, kernels="xla"))
+    problems = " ".join(found.problems(draft_length=4))
+    assert "have no known trip count" in problems
+    assert "predicates" in problems
+    assert "CUDA graphs" in problems
+
+
+@needs("h100")
+def test_gpus_are_given_the_attention_kernel():
+    with as_if_on("h100"):
+        assert default_kernels() == "mosaic"
+
+
+@needs("h200")
+def test_the_command(tmp_path):
+    bench = ProgramBench(devices=("h200",), num_layers=1, out=tmp_path / "program.json")
+    bench.run(Console(quiet=True))
+    document = json.loads((tmp_path / "program.json").read_text())
+    assert [result["rows"] for result in document["results"]] == ["greedy", "sampled"]
+    for result in document["results"]:
+        assert result["problems"] == []
+        assert result["predicted_launch_ms"] > 0
+        assert result["predicted_memory_ms"] > 0
+
+
+@needs("h100")
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["h100", "h200"])
+def test_whole_models(device):
+    with as_if_on(device):
+        found = compile_run(device, WHOLE)
+    assert found.problems(draft_length=4) == []
+
+
+@needs("v5e")
+def test_a_round_on_a_tpu_copies_no_kv():
+    with as_if_on("v5e"):
+        found = compile_run("v5e", dataclasses.replace(SMALL, kernels="xla"))
+    assert found.cache_moves == []
+
+
+def test_a_device_that_nothing_is_known_of():
+    with pytest.raises(SettingError, match="choose one of h100, h200, v5e"), as_if_on("b300"):
+        pass

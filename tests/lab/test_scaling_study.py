@@ -1,0 +1,428 @@
+"""The analysis of a whole study: law or trend, the batch axis, the report, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import pathlib
+
+import numpy as np
+import pandas as pd
+import pytest
+from rich.console import Console
+
+from jaxspec.errors import SettingError
+from jaxspec.lab.cost.model import Device, Pair
+from jaxspec.lab.scaling import analyse, print_report, read_rows, write_report
+from jaxspec.lab.scaling.batch import fit_pair, predict_times
+from jaxspec.lab.scaling.power import coverage, recover
+from jaxspec.lab.scaling.report import findings
+from jaxspec.lab.scaling.simulate import TRUTHS, Simulation
+from jaxspec.models.registry import PRESETS
+
+SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "scaling-cpu"
+OVER_128 = tuple(31_250 * 2**power for power in range(8))
+# Of every token, so that E(n) and all that follows from it can be written down.
+RATE = 0.6
+
+
+@functools.cache
+def simulated(truth, **changes):
+    return dataclasses.replace(Simulation(), **changes).rows(TRUTHS[truth], seed=1)
+
+
+@functools.cache
+def several():
+    """Drafters of 1 to 6 layers, three seeds of one of them."""
+    found = [simulated("saturating")]
+    for layers in (1, 3, 4, 6):
+        study = dataclasses.replace(Simulation(), num_seeds=1)
+        rows = study.rows(
+            lambda d, layers=layers: TRUTHS["saturating"](d) + 0.3 * np.log10(layers / 2 + 0.5),
+            seed=layers,
+        )
+        found.append(
+            rows.assign(
+                drafter=f"{layers}x128",
+                num_layers=layers,
+                num_params_without_embedding=150_000 * layers,
+            )
+        )
+    return pd.concat(found, ignore_index=True)
+
+
+def times(**changes):
+    cells = [
+        {
+            "drafter": "2x128",
+            "batch": batch,
+            "draft_length": n,
+            "plain_s": 1e-3 * (1 + batch / 32),
+            "round_s": 1e-3 * (1 + (n + 1) * batch / 32) + 1e-4 * n,
+            "target_s": 0.9e-3 * (1 + (n + 1) * batch / 32),
+            "draft_s": 1e-4 * n,
+        }
+        for batch in (1, 2, 4, 8, 16)
+        for n in (1, 2, 3, 4, 6, 8)
+    ]
+    return pd.DataFrame(cells).assign(**changes)
+
+
+def test_the_saturating_truth_is_a_trend_however_straight_it_looks():
+    """3.0 - 1.8 D^-0.25 over 1 to 128 has an R^2 of 0.97."""
+    d = np.array(OVER_128) / OVER_128[0]
+    assert np.corrcoef(np.log(d), TRUTHS["saturating"](d))[0, 1] ** 2 > 0.97
+    document = analyse(simulated("saturating", tokens=OVER_128), num_draws=500)
+    [axis] = document["axes"]
+    assert axis["word"] == "trend"
+    failing = [gate["name"] for gate in axis["gates"] if not gate["passes"]]
+    assert "no curvature" in failing
+    assert {"points", "seeds", "not saturated"}.isdisjoint(failing)
+    line, saturating, _ = axis["fits"]
+    # The line overshoots ten times further on; the truth's own curve does not.
+    truth = TRUTHS["saturating"](1280.0)
+    assert line["extrapolated"]["low"] > truth
+    assert saturating["extrapolated"]["low"] < truth < saturating["extrapolated"]["high"]
+    assert abs(saturating["held_out"]["error"]) < line["held_out"]["error"]
+
+
+def test_the_log_linear_truth_is_a_law():
+    document = analyse(simulated("log-linear"), num_draws=500)
+    [axis] = document["axes"]
+    assert axis["word"] == "law"
+    slope = axis["slope_per_decade"]
+    assert slope["low"] < 0.7 < slope["high"]
+    assert axis["direction"] == "grows"
+    assert "a law. All gates pass." in axis["sentence"]
+
+
+def test_twenty_studies_are_recovered():
+    size = Simulation()
+    straight = recover("log-linear", size, num_studies=20, num_draws=300)
+    bent = recover("saturating", size, num_studies=20, num_draws=300)
+    assert straight.law >= 0.75
+    assert bent.law <= 0.10
+    for found in (straight, bent):
+        assert min(found.slope, found.largest, found.extrapolated) >= 0.75
+    # Without the gates that look at the shape every line would be a law.
+    assert bent.gates["points"] == bent.gates["seeds"] == bent.gates["not saturated"] == 1.0
+
+
+@pytest.mark.slow
+def test_two_hundred_studies_are_recovered():
+    size = Simulation()
+    straight = recover("log-linear", size, num_studies=200, num_draws=1000)
+    bent = recover("saturating", size, num_studies=200, num_draws=1000)
+    assert straight.law >= 0.75
+    assert bent.law <= 0.10
+    for found in (straight, bent):
+        # 0.95 less twice the error of a share of 200.
+        assert min(found.slope, found.largest, found.extrapolated) >= 0.92
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("truth", ["log-linear", "saturating"])
+def test_two_thousand_studies_hold_the_truth_as_often_as_they_say(truth):
+    # The standard error of a share of 2000 is 0.005.
+    found = coverage(truth, Simulation(), first_seed=200_000)
+    assert 0.94 <= found.slope <= 0.96
+    assert 0.94 <= found.largest <= 0.97
+
+
+def test_a_saturated_chain_is_fitted_by_its_rate():
+    rows = simulated("saturating", draft_length=2, prompt_spread=0.1, num_prompts=24)
+    [axis] = analyse(rows, num_draws=200)["axes"]
+    assert axis["response"] == "logit"
+    assert axis["points"][-1]["all_accepted"] >= 0.10
+    last = axis["points"][-1]
+    assert last["response"]["value"] == pytest.approx(np.log(last["rate"] / (1 - last["rate"])))
+    [as_tau] = analyse(rows, num_draws=200, response="tau")["axes"]
+    assert "not saturated" in [gate["name"] for gate in as_tau["gates"] if not gate["passes"]]
+
+
+def test_axes_joint_fit_and_what_one_seed_lacks():
+    document = analyse(several(), num_draws=200)
+    titles = [axis["title"] for axis in document["axes"]]
+    assert titles[:2] == ["tokens, 1x128", "tokens, 2x128"]
+    assert titles[-1] == "layers, width 128, 1,000,000 tokens"
+    layers = document["axes"][-1]
+    assert layers["seeds"] == [0]
+    assert any("There is one seed (0)" in note for note in layers["notes"])
+    assert any("not trained at every point: seeds 1, 2" in note for note in layers["notes"])
+    assert layers["direction"] == "grows"
+    [joint] = document["joint"]
+    assert joint["num_points"] == 30
+    assert joint["params"]["b"]["low"] > 0
+    assert joint["params"]["c"]["low"] > 0
+
+
+def test_the_document_is_json_and_the_same_for_the_same_seed():
+    first = analyse(simulated("log-linear"), num_draws=100)
+    assert json.loads(json.dumps(first, allow_nan=False)) == first
+    shuffled = simulated("log-linear").sample(frac=1.0, random_state=0)
+    assert analyse(shuffled, num_draws=100) == first
+    other = analyse(simulated("log-linear"), num_draws=100, seed=1)
+    assert other["axes"][0]["slope_per_decade"] != first["axes"][0]["slope_per_decade"]
+
+
+def test_seeds_that_were_trained_on_fewer_tokens_are_an_axis_of_their_own():
+    rows = simulated("log-linear")
+    fewer = rows[(rows.seed == 0) | (rows.training_tokens < 1_000_000)]
+    longer, of_all = analyse(fewer, num_draws=100)["axes"]
+    assert (len(longer["points"]), longer["seeds"]) == (6, [0])
+    assert (len(of_all["points"]), of_all["seeds"]) == (5, [0, 1, 2])
+    assert of_all["title"] == "tokens, 2x128, where all seeds were trained"
+
+
+def test_token_counts_that_differ_by_a_batch_are_one_point():
+    rows = simulated("log-linear").copy()
+    rows.loc[rows.seed == 1, "training_tokens"] += 200
+    [axis] = analyse(rows, num_draws=100)["axes"]
+    assert len(axis["points"]) == 6
+    assert axis["seeds"] == [0, 1, 2]
+
+
+def test_overlap_is_fitted_without_decoding():
+    rows = simulated("log-linear").copy()
+    d = rows.training_tokens / 31_250
+    rows["overlap"] = 1.0 - 0.6 * d**-0.2
+    tv = analyse(rows, num_draws=100)["axes"][0]["tv_acceptance"]
+    assert tv["rejected_exponent"] == pytest.approx(0.2)
+    assert tv["rejected_exponent_hc3_error"] == pytest.approx(0.0, abs=1e-9)
+    assert tv["slope_hc3_error"] > 0
+
+
+def of_one_rate():
+    """A study in which every token is accepted with the chance `RATE`."""
+    emitted = np.sum(RATE ** np.arange(9))
+    study = dataclasses.replace(
+        Simulation(), tokens=(1, 10, 100), num_seeds=1, prompt_spread=0.0, slope_spread=0.0,
+        seed_spread=0.0, branch_spread=0.0, num_prompts=400,
+    )  # fmt: skip
+    return study.rows(lambda d: np.full(len(d), emitted), seed=0)
+
+
+def test_the_best_draft_length_is_that_of_the_most_tokens_per_second():
+    measured = times()
+    document = analyse(of_one_rate(), measured, num_draws=200)
+    [found] = document["batch"]
+    for cell in found["batches"]:
+        of_batch = measured[measured.batch == cell["batch"]]
+        rates = {0: 1.0 / of_batch.plain_s.iloc[0]} | {
+            int(n): np.sum(RATE ** np.arange(n + 1)) / seconds
+            for n, seconds in zip(of_batch.draft_length, of_batch.round_s, strict=True)
+        }
+        assert cell["best"] == max(rates, key=rates.get)
+        assert cell["low"] <= cell["best"] <= cell["high"]
+        assert cell["speedup"] == pytest.approx(max(rates.values()) / rates[0], rel=0.03)
+    best = [cell["best"] for cell in found["batches"]]
+    assert found["falls"]
+    assert best[0] > best[-1]
+    assert found["fit"]["b"] < 0
+    assert found["prediction"] is None
+
+
+def test_times_of_a_busy_machine_are_marked():
+    rows, measured = of_one_rate(), times(load_average=1.9, cpu_count=2)
+    document = analyse(rows, measured, num_draws=100)
+    assert [cell["load_average"] for cell in document["batch"][0]["batches"]] == [1.9] * 5
+    assert "not to be trusted" not in " ".join(findings(document))
+    measured.loc[measured.batch == 4, "load_average"] = 3.5
+    text = " ".join(findings(analyse(rows, measured, num_draws=100)))
+    assert "load average up to 3.5 on 2 CPUs). That concerns batch 4." in text
+    unknown = analyse(rows, times(load_average=None, cpu_count=2), num_draws=100)
+    assert "load_average" not in unknown["batch"][0]["batches"][0]
+
+
+def test_the_cost_model_predicts_what_it_made():
+    device = Device(
+        name="made", bytes_per_s=1e12, kv_bytes_per_s=1e12, flops_per_s=1e14, step_s=1e-5,
+        round_s=1e-5, source="made up",
+    )  # fmt: skip
+    made = Pair(
+        target=PRESETS["qwen3-8b"],
+        target_device=device,
+        draft=PRESETS["qwen3-0.6b"],
+        draft_device=device,
+    )
+    measured = times(context=100.0)
+    for index, cell in measured.iterrows():
+        where = {"batch": int(cell.batch), "context": 100.0}
+        n = int(cell.draft_length)
+        measured.loc[index, "plain_s"] = made.plain_s(**where)
+        measured.loc[index, "target_s"] = made.target_s(window=n + 1, **where)
+        measured.loc[index, "round_s"] = made.round_s(draft_length=n, **where)
+        measured.loc[index, "draft_s"] = n * made.draft_step_s(**where)
+    pair, fits = fit_pair(
+        measured, made.target, made.draft, most_bytes_per_s=2e12, most_flops_per_s=2e14, itemsize=2
+    )
+    assert max(fits["target"].held_out_errors) < 0.02
+    [found] = analyse(of_one_rate(), predict_times(measured, pair), num_draws=100)["batch"]
+    assert found["prediction"]["round_error_worst"] < 0.05
+    assert found["prediction"]["num_same_best"] == 5
+    slower = dataclasses.replace(
+        pair, target_device=dataclasses.replace(pair.target_device, flops_per_s=1e11)
+    )
+    [found] = analyse(of_one_rate(), predict_times(measured, slower), num_draws=100)["batch"]
+    assert found["prediction"]["round_error_worst"] > 0.5
+    with pytest.raises(SettingError, match="lack the column 'draft_s'"):
+        fit_pair(
+            measured.drop(columns="draft_s"), made.target, made.draft,
+            most_bytes_per_s=2e12, most_flops_per_s=2e14,
+        )  # fmt: skip
+
+
+def test_the_report_shows_what_was_found(tmp_path):
+    document = analyse(several(), times(), num_draws=100)
+    write_report(document, tmp_path)
+    page = (tmp_path / "scaling.html").read_text()
+    assert json.loads((tmp_path / "scaling.json").read_text()) == document
+    slope = document["axes"][0]["slope_per_decade"]
+    assert f"{slope['value']:+.3f} ({slope['low']:+.3f} to {slope['high']:+.3f})" in page
+    for text in ("Gates, tokens, 1x128: a trend", "FAIL", "extrapolated", "Setup"):
+        assert text in page
+    names = {path.name for path in tmp_path.glob("*.png")}
+    assert names == {"tokens.png", "layers.png", "drafters.png", "positions.png",
+                     "widths-2x128.png"}  # fmt: skip
+    console = Console(record=True, width=160)
+    print_report(document, console)
+    text = console.export_text()
+    assert "the best draft length falls with the batch" in text
+    assert "a law" not in text
+
+
+def test_rows_come_back_from_files(tmp_path):
+    rows = simulated("log-linear")
+    rows.to_parquet(tmp_path / "rows.parquet")
+    rows.to_json(tmp_path / "rows.jsonl.gz", orient="records", lines=True)
+    expected = analyse(rows, num_draws=100)
+    for name in ("rows.parquet", "rows.jsonl.gz"):
+        assert analyse(read_rows(tmp_path / name), num_draws=100) == expected
+    (tmp_path / "rows.jsonl").write_text("nonsense")
+    with pytest.raises(SettingError, match="cannot be read as a table"):
+        read_rows(tmp_path / "rows.jsonl")
+    with pytest.raises(SettingError, match=r"neither a \.parquet nor a \.jsonl"):
+        read_rows(tmp_path / "rows.csv")
+
+
+def test_few_points_are_fitted_and_say_so():
+    rows = simulated("log-linear")
+    four = analyse(rows[rows.training_tokens <= 250_000], num_draws=100)["axes"][0]
+    assert four["gates"][0]["found"] == "4 over 0.90"
+    assert four["word"] == "trend"
+    three = analyse(rows[rows.training_tokens <= 125_000], num_draws=100)["axes"][0]
+    assert [fit["form"] for fit in three["fits"]] == ["log-linear"]
+    with pytest.raises(SettingError, match="No axis has the 3 points"):
+        analyse(rows[rows.training_tokens <= 62_500])
+    layers = several()
+    document = analyse(layers[layers.num_layers <= 2], num_draws=100)
+    assert any("2 points are too few for a fit" in note for note in document["notes"])
+
+
+def test_settings_and_times_that_cannot_be(tmp_path):
+    rows = simulated("log-linear")
+    with pytest.raises(SettingError, match="no response 'taus'"):
+        analyse(rows, response="taus")
+    with pytest.raises(SettingError, match="at least 100 draws"):
+        analyse(rows, num_draws=1)
+    with pytest.raises(SettingError, match="times lack the column 'plain_s'"):
+        analyse(rows, times().drop(columns="plain_s"))
+    with pytest.raises(SettingError, match=r"has round_s -1, expected a finite number above 0"):
+        analyse(rows, times(round_s=-1.0))
+    for name in ("round_s", "predicted_round_s"):
+        with pytest.raises(SettingError, match=f"has {name} nan, expected a finite number above 0"):
+            analyse(rows, times(**{name: "long"}))
+    with pytest.raises(SettingError, match="times are of drafter '9x9', which the rows do not"):
+        analyse(rows, times(drafter="9x9"))
+    alone = rows[(rows.prompt == 0)]
+    with pytest.raises(SettingError, match="1 prompts were decoded at every training_tokens"):
+        analyse(alone)
+    apart = rows[(rows.seed == 0) == (rows.training_tokens < 100_000)]
+    with pytest.raises(SettingError, match="No seed was trained at every training_tokens"):
+        analyse(apart)
+
+
+def differences(found, expected, path=""):
+    """Where two documents differ, figures by more than what another machine's sums may."""
+    if isinstance(expected, dict):
+        names = found.keys() | expected.keys()
+        pairs = [(name, found.get(name), expected.get(name)) for name in sorted(names)]
+    elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
+        pairs = list(zip(map(str, range(len(found))), found, expected, strict=True))
+    else:
+        is_figure = isinstance(expected, float) and isinstance(found, (int, float))
+        if found != (pytest.approx(expected, rel=1e-3, abs=1e-6) if is_figure else expected):
+            yield f"{path}: {found} is not {expected}"
+        return
+    for name, one, other in pairs:
+        yield from differences(one, other, f"{path}/{name}")
+
+
+def test_a_figure_that_does_not_follow_is_seen():
+    first = analyse(simulated("log-linear"), num_draws=100)
+    second = json.loads(json.dumps(first))
+    assert not list(differences(first, second))
+    second["axes"][0]["slope_per_decade"]["low"] += 0.01
+    [found] = differences(first, second)
+    assert found.startswith("/axes/0/slope_per_decade/low")
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no shipped study")
+def test_the_shipped_figures_follow_from_the_shipped_rows():
+    expected = json.loads((SHIPPED / "scaling.json").read_text())
+    rows, times = (read_rows(SHIPPED / f"{name}.parquet") for name in ("rows", "times"))
+    found = json.loads(json.dumps(analyse(rows, times)))
+    names = ("axes", "joint", "acceptance_by_position", "batch", "notes")
+    assert not list(differences({name: found[name] for name in names},
+                                {name: expected[name] for name in names}))  # fmt: skip
+
+
+def interval(found):
+    return f"{found['value']:+.2f} [{found['low']:+.2f}, {found['high']:+.2f}]"
+
+
+def figures_of_the_page(document):
+    """What docs/scaling.md says of the shipped study, made from its document."""
+    is_greedy = document["main_decoding"] | {"verifier": "coupled", "temperature": 0}
+    main = [axis for axis in document["axes"] if axis["is_main"]]
+    greedy = [axis for axis in document["axes"] if axis["decoding"] == is_greedy]
+
+    def row(axis, name, form=".2f"):
+        return " | ".join(f"{point[name]:{form}}".removeprefix("0") for point in axis["points"])
+
+    for axis in main:
+        yield row(axis, "tau")
+        if axis["axis"] == "tokens" and axis["curvature"] and "all seeds" not in axis["title"]:
+            yield row(axis, "overlap", ".3f")
+        if "all seeds" not in axis["title"]:
+            yield row(axis, "held_out_loss")
+        yield interval(axis["slope_per_decade"])
+        if axis["axis"] == "tokens" and axis["curvature"]:  # not of the sizes with few points
+            yield interval(axis["curvature"])
+            for fit in axis["fits"]:
+                yield f"{fit['held_out']['predicted']:.2f}"
+    for axis in greedy:
+        yield row(axis, "tau")
+        yield interval(axis["slope_per_decade"])
+        if axis["response"] == "logit":  # its slope is in another unit than the others'
+            yield "in logits of the rate"
+    for found in document["batch"]:
+        for cell in found["batches"]:
+            yield f"{cell['best']} ({cell['speedup']:.2f}x" if cell["best"] else "| 0"
+        yield f"off by {found['prediction']['round_error_median'] * 100:.0f} % in the median"
+        yield f"{found['prediction']['round_error_worst'] * 100:.0f} % at worst"
+    checks = document["checks"]
+    yield f"All {checks['num_compared_with_plain']:,} greedy and coupled outputs"
+    assert checks["num_compared_with_plain"] == checks["num_equal_to_plain"]
+
+
+@pytest.mark.skipif(not SHIPPED.exists(), reason="this checkout has no shipped study")
+def test_the_page_has_the_shipped_figures():
+    page = " ".join((SHIPPED.parents[1] / "scaling.md").read_text().split())
+    document = json.loads((SHIPPED / "scaling.json").read_text())
+    missing = [figure for figure in figures_of_the_page(document) if figure not in page]
+    assert not missing
+    # Sabotage: a figure that is another is noticed.
+    document["axes"][0]["points"][0]["tau"] += 0.01
+    assert any(figure not in page for figure in figures_of_the_page(document))

@@ -1,0 +1,325 @@
+"""The study: its cells are kept and resumed, its report is of its cells, and it runs as a whole."""
+
+import copy
+import dataclasses
+import json
+import pathlib
+
+import numpy as np
+import pytest
+import tiny
+import toy
+from rich.console import Console
+
+import jaxspec
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import SettingError
+from jaxspec.lab.studies import measurements, published_figures, workload
+from jaxspec.lab.studies import report as study_report
+from jaxspec.lab.studies.claims import check_claims
+from jaxspec.lab.studies.measurements import serve
+from jaxspec.lab.studies.study import Running, Study
+from jaxspec.lab.studies.tables import make_tables
+from jaxspec.lab.studies.workload import Decoding
+from jaxspec.requests.requests import make_requests
+from jaxspec.requests.sampling_params import SamplingParams
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "results" / "study-cpu" / "study.json"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("study-models")
+    return {
+        "target": str(tiny.save(root, "target", text=tiny.tokenizer())),
+        "draft": str(tiny.save(root, "draft", seed=1, text=tiny.tokenizer())),
+    }
+
+
+def options(models, output, **changes) -> Study:
+    given = {
+        **models,
+        "out": output,
+        "quick": True,
+        "batch_sizes": (2,),
+        "limit": 6,
+        "max_prompt_tokens": 24,
+        "max_tokens": 8,
+        "draft_length": 3,
+        "repeats": 1,
+        "pool": 4,
+    }
+    return Study(**(given | changes))
+
+
+@pytest.fixture
+def running(models, tmp_path):
+    return Running(options(models, tmp_path))
+
+
+def silent(text):
+    pass
+
+
+# ---- cells
+
+
+def test_a_cell_is_measured_once_and_says_where_it_comes_from(running, models, tmp_path):
+    calls, said = [], []
+
+    def measure():
+        calls.append(1)
+        engine = {"verifier": "coupled", "exactness": "bitwise"}
+        return {"value": len(calls), "engine": engine}
+
+    cells = {name: lambda name=name: running.cell(name, measure) for name in ("one", "two")}
+    running.store.run(cells, say=said.append)
+    again = Running(options(models, tmp_path, resume=True))
+    again.store.run(cells, say=said.append)
+    assert len(calls) == 2
+    assert again.store.cells == running.store.cells
+    assert said[0] == "cell 1 of 2: one"
+    assert said[1] == "cell 2 of 2, less than a minute left: two"
+    first = again.store.cells["one"]
+    provenance = first["provenance"]
+    assert provenance["models"]["target"]["sha256"] != provenance["models"]["draft"]["sha256"]
+    assert provenance["verifier"] == "coupled"
+    for name in ("prompts", "engine", "exactness", "xla_flags", "versions", "devices", "commit"):
+        assert name in provenance
+    text = (tmp_path / "cells.json").read_text()
+    assert str(tmp_path) not in text  # no path of this machine
+    assert str(pathlib.Path(models["target"]).parent) not in text
+
+
+def test_a_study_of_other_settings_is_not_resumed(running, models, tmp_path):
+    running.store.run({"one": dict}, say=silent)
+    more = Running(options(models, tmp_path, resume=True, batch_sizes=(2, 4)))
+    assert more.store.cells == {"one": {}}  # batch sizes only choose cells
+    with pytest.raises(SettingError, match="its config is another"):
+        Running(options(models, tmp_path, resume=True, max_tokens=9))
+
+
+def test_a_failed_measurement_leaves_no_cell(running, tmp_path):
+    def fail():
+        raise RuntimeError("out of luck")
+
+    with pytest.raises(RuntimeError):
+        running.store.run({"one": fail}, say=silent)
+    assert not (tmp_path / "cells.json").exists()
+    running.store.run({"one": lambda: {"value": 3}}, say=silent)
+    assert running.store.cells["one"] == {"value": 3}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"limit": 0}, "--limit 0"),
+        ({"batch_sizes": ()}, "--batch-sizes nothing"),
+        ({"batch_sizes": (0, 2)}, "--batch-sizes 0 2"),
+        ({"repeats": 0}, "--repeats 0"),
+    ],
+)
+def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path, changes, sentence):
+    made = dataclasses.replace(options({"target": "no", "draft": "no"}, tmp_path), **changes)
+    with pytest.raises(SettingError, match=sentence):
+        made.run(Console(quiet=True))
+
+
+def test_a_study_is_not_overwritten(running, models, tmp_path):
+    running.store.run({"one": dict}, say=silent)
+    with pytest.raises(SettingError, match="add --resume"):
+        options(models, tmp_path).run(Console(quiet=True))
+
+
+def test_every_combination_has_a_name_and_a_cell(models, tmp_path):
+    full = Running(options(models, tmp_path, quick=False)).workload
+    decodings = full.decodings(2)
+    assert len({decoding.cell for decoding in decodings}) == len(decodings) == 2 * 3 * 2 + 2
+    assert len({decoding.system for decoding in decodings}) == len(decodings)
+    for name in workload.NAMED:
+        assert full.named(name, 2) in decodings
+        assert full.named(name, 2).system == name
+    # The published names are kept for what runs as published.
+    improved = dataclasses.replace(full.named("EQSPEC", 2), is_published=False)
+    assert improved.system == "aligned + static"
+    assert len(full.requests(2)) == 6
+
+
+def test_requests_that_come_again_are_cut_shorter(models, tmp_path):
+    found = Running(options(models, tmp_path, limit=None)).workload
+    found.prompts = found.prompts[:20]
+    requests = found.requests(2)
+    assert len(requests) == 24
+    lengths = [len(request.prompt_token_ids) for request in requests]
+    assert lengths[20:] == [min(length, 24 - 8) for length in lengths[:4]]
+
+
+# ---- arrivals
+
+
+def test_latency_counts_from_arrival_and_nothing_is_lost():
+    target = toy.model()
+    engine = Engine(target, batch_size=1, max_length=128)
+    prompts = toy.prompts([4, 5, 6, 3])
+    params = SamplingParams(max_tokens=6)
+    requests = make_requests(prompts, params, target, longest=engine.longest_prompt)
+    alone = [completion.token_ids for completion in engine.run(requests)]
+    latency_s, num_tokens, elapsed_s = serve(engine, requests, np.array([0.0, 0.0, 0.0, 0.3]))
+    assert num_tokens == sum(map(len, alone))
+    assert elapsed_s >= 0.3
+    assert min(latency_s) > 0
+    # One row: who came at the same time waits for those before.
+    assert latency_s[0] < latency_s[1] < latency_s[2]
+
+
+# ---- report, from the committed results
+
+
+@pytest.fixture(scope="module")
+def committed():
+    return json.loads(RESULTS.read_text(encoding="utf-8"))
+
+
+def test_the_committed_study_says_what_it_found(committed):
+    found = study_report.findings(committed["cells"])
+    assert found == committed["findings"]
+    text = " ".join(found)
+    assert "and 0 otherwise" in text
+    assert "NOT" not in text
+
+
+def test_findings_see_what_is_broken(committed):
+    """Sabotage: another output in one ragged cell, a fault in another, a replay that is off."""
+    cells = copy.deepcopy(committed["cells"])
+    ragged = next(
+        cell
+        for cell in cells.values()
+        if cell.get("layout") == "ragged" and cell["speculates"] and cell["batch_size"] == 8
+    )
+    ragged["outputs_sha256"] = "0" * 64
+    ragged["equivalence"]["num_faults"] += 1
+    cells["grouping"]["replays"][0]["replayed"]["num_rounds"] += 1
+    ragged["load_average"] = 100.0
+    text = " ".join(study_report.findings(cells))
+    assert "Times are not to be trusted" in text
+    assert "NOT the same" in text
+    assert "and 1 otherwise" in text
+    assert "does NOT agree" in text
+
+
+def test_committed_results_name_no_path_or_host(committed):
+    text = json.dumps(committed)
+    assert "/work" not in text
+    assert "/tmp" not in text
+    assert "/home" not in text
+    assert committed["inputs"]
+
+
+def test_published_figures_stand_apart(committed):
+    tables = make_tables(committed["cells"])
+    published = [table for table in tables if table.is_quoted]
+    assert len(published) == 3
+    assert all("A100" in table.title for table in published)
+    for plot in study_report.make_plots(committed["cells"]):
+        for axes in plot.figure.axes:
+            is_published = axes.get_title().startswith("published")
+            assert is_published == (axes.get_facecolor()[:3] != (1, 1, 1)), plot.caption
+
+
+def test_claims_follow_the_figures(committed):
+    """Each answer changes with the cells that it is drawn from."""
+    cells = copy.deepcopy(committed["cells"])
+    decoded = [cell for name, cell in cells.items() if name.startswith("decode-aligned-")]
+    controls = [name for name in cells if name.startswith("controls-")]
+    assert [c.reproduced for c in check_claims(cells)][:3] == ["yes", "yes", "yes"]
+
+    def answer(claim):
+        return next(c for c in check_claims(cells) if claim in c.claim).reproduced
+
+    for name in controls:
+        cells[name]["systems"]["DSD"]["exact_tokens"] = 0.9
+    assert answer("BSP and DSD") == "no"
+    for cell in decoded:
+        cell["equivalence"]["num_faults"] = 1
+    assert answer("EQSPEC emits") == answer("EXSPEC emits") == "no"
+    ours = [c for c in cells.values() if c.get("system") == "jaxspec" and "ratio_to_plain" in c]
+    for cell in ours:
+        cell["ratio_to_plain"] = 0.5
+    assert answer("speculation is slower") == "yes"
+    for name in (*controls, "grouping"):
+        del cells[name]
+    assert answer("BSP and DSD") == answer("Groups become rare") == "not measured"
+
+
+def test_tables_show_plain_decoding_wherever_they_show_tokens_per_second(committed):
+    for table in make_tables(committed["cells"]):
+        if "tokens/s" in table.header:
+            beside = "plain tokens/s" in table.header
+            has_plain_rows = any("plain" in row[0] for row in table.rows)
+            assert beside or has_plain_rows or table.is_quoted, table.title
+
+
+def test_what_is_printed_fits_80_columns(committed, capsys):
+    study_report.print_report(committed["cells"], Console(width=80))
+    shown = capsys.readouterr().out
+    assert "…" not in shown
+    assert "paper: exact match" in shown
+
+
+def test_published_tables_are_consistent():
+    systems = published_figures.TIME_BREAKDOWN.values()
+    assert all(abs(s["verify"] + s["draft"] + s["overhead"] - 100) < 0.1 for s in systems)
+    for found in published_figures.EQUIVALENCE.values():
+        assert all(exact <= partial for exact, partial in found.values())
+
+
+# ---- as a whole
+
+
+@pytest.mark.slow
+def test_a_whole_study_on_a_tiny_pair(models, tmp_path):
+    output = tmp_path / "study"
+    document = options(models, output).run(Console(quiet=True))
+    cells = document["cells"]
+    names = {Decoding(layout="ragged", scheduler="continuous", batch_size=2, speculates=s).cell
+             for s in (True, False)}  # fmt: skip
+    assert {f"decode-{name}" for name in names} < set(cells)
+    for name, cell in cells.items():
+        if name.startswith("decode-"):
+            assert cell["equivalence"]["num_faults"] == 0
+            assert cell["schedule"]["num_rounds"] >= cell["ideal_rounds"]
+            is_aligned = cell["layout"] == "aligned" and cell["speculates"]
+            assert (cell["time_breakdown"]["part_s"]["align"] > 0) == is_aligned
+    controls = cells["controls-b2"]["systems"]
+    assert controls["BSP"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
+    assert controls["DSD"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
+    rounds = cells["rounds-b2"]["systems"]
+    assert rounds["jaxspec"]["draft_positions"] < rounds["EQSPEC"]["draft_positions"]
+    bound = rounds["jaxspec"]["num_drafted"] + rounds["jaxspec"]["num_committed"]
+    assert rounds["jaxspec"]["draft_positions"] <= 1.1 * bound
+    assert all(r["compiled"] == r["replayed"] for r in cells["grouping"]["replays"])
+    assert "not measured" not in [c.reproduced for c in check_claims(cells)][:8]
+    page = (output / "study.html").read_text()
+    assert page.count("<img") == len(list(output.glob("*.png"))) == 5
+    assert page.index("reproduced?") < page.index("<img")
+    kept = json.loads((output / "study.json").read_text())
+    assert "token_ids" not in kept["cells"]["reference"]
+    assert kept["claims"]
+
+    again = options(models, output, resume=True).run(Console(quiet=True))
+    assert again["cells"] == cells
+
+
+def test_an_oracle_study_needs_no_weights(tmp_path, monkeypatch):
+    """Random weights of a preset's shape, without a tokenizer: prompts are random ids."""
+    monkeypatch.setattr(workload, "load_model", lambda name, dtype: toy.model(seed=len(name)))
+    made = options({"target": "random:a", "draft": "random:ab"}, tmp_path, oracle=0.8)
+    running = Running(made)
+    work, cells = running.workload, running.store.cells
+    running.store.run({"reference": lambda: measurements.measure_reference(work)}, say=silent)
+    decoding = work.named("jaxspec", 2)
+    cell = measurements.measure_decoding(work, cells, decoding, is_broken_down=False)
+    assert cell["engine"]["is_synthetic"]
+    assert cell["acceptance"]["num_accepted_tokens"] > 0
+    assert isinstance(work.engine(decoding).drafter, jaxspec.Oracle)
