@@ -1,4 +1,4 @@
-"""Makes the decode loop that the settings describe, and checks that they fit together."""
+"""Makes the parts that the settings describe, and checks that they fit together."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import jax
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.checks import check_parts
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError, warn_once
@@ -36,7 +36,7 @@ LONGER_DRAFTS = "lower it, or make the engine with a larger draft_length"
 PINNED = "pinned_host"  # JAX's name of that kind of memory
 
 
-def make_loop(
+def make_parts(
     target: Model,
     drafter: Drafter | None,
     *,
@@ -51,8 +51,8 @@ def make_loop(
     layout: Layout = "ragged",
     logprobs: LogprobsConfig | None = None,
     trace: TraceConfig | None = None,
-) -> DecodeLoop:
-    """The loop for an engine's settings; without a drafter it decodes plainly. The default draft
+) -> RoundParts:
+    """The parts for an engine's settings; without a drafter they decode plainly. The default draft
     length is the drafter's own, and the default verify length is one more than the draft length.
 
     Raises:
@@ -128,7 +128,7 @@ def make_loop(
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
     )
-    loop = DecodeLoop(
+    parts = RoundParts(
         target=target,
         drafter=NoDrafter() if drafter is None else with_defaults(drafter).for_target(target),
         verifier=verifier,
@@ -139,12 +139,12 @@ def make_loop(
         logprobs=logprobs,
         trace=trace,
     )
-    if loop.longest_prompt < 1:
+    if parts.longest_prompt < 1:
         raise does_not_fit(given, verify_length, max_length)
-    state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
-    check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
-    check_parts(loop, drafter)
-    return loop
+    state = jax.eval_shape(lambda: parts.drafter.init(parts.resident_shape))
+    check_rows(parts.drafter.name, state, parts.resident_shape.batch_size)
+    check_parts(parts, drafter)
+    return parts
 
 
 def as_draft_length(draft_length: Any) -> DraftLength | None:

@@ -320,7 +320,7 @@ class EngineCore:
         for row, ticket in self.queue.tickets_by_row.items():
             counts = num_unread if ticket.is_prefilling else num_running
             counts[self.executor.shard_of(row)] += 1
-        batch_size = self.executor.loop.shape.batch_size
+        batch_size = self.executor.parts.shape.batch_size
         num_idle = max(
             min(num_unread[shard], batch_size - num_running[shard])
             for shard in range(self.executor.num_shards)
@@ -374,7 +374,7 @@ class EngineCore:
             if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self.queue.has_waiting:
-            min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
+            min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
             num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         longest, variant = max(ticket.draft_length for ticket in running.values()), 0
@@ -406,7 +406,7 @@ class EngineCore:
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
             unread = slice(first + ticket.num_read, last)
             output = state.tokens[row, unread].tolist() if ticket.reads_output else []
-            tokenizer = self.executor.loop.target.tokenizer
+            tokenizer = self.executor.parts.target.tokenizer
             try:
                 ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
@@ -441,7 +441,7 @@ class EngineCore:
         complete = functools.partial(
             make_completion,
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=state.tokens[row, first:last].tolist(),
             origins=np.asarray(state.origin[row, first:last]).tolist(),
             stop_token=int(state.stop_token[row]),
@@ -485,7 +485,7 @@ class EngineCore:
         """The completion of a request that emitted nothing."""
         return make_completion(
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=(),
             origins=(),
             finish=finish,

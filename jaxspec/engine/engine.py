@@ -219,7 +219,7 @@ class Engine:
                 f"logprobs_mode={logprobs_mode!r} was given without max_logprobs, so it has no "
                 "effect; give max_logprobs too, or leave it out."
             )
-        logprobs = self.executor.loop.logprobs
+        logprobs = self.executor.parts.logprobs
         max_logprobs = None if logprobs is None else logprobs.num_top
         self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
         self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue

@@ -48,7 +48,7 @@ from jaxspec.decode.settings import (
     LONGER_DRAFTS,
     check_draft_length,
     default_draft_length,
-    make_loop,
+    make_parts,
     warn_of_long_rows,
     warn_of_unused,
 )
@@ -176,7 +176,7 @@ class ServingEngine:
     ):
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        loop = make_loop(
+        parts = make_parts(
             target,
             drafter,
             verifier=make_verifier("coupled" if verifier is None else verifier),
@@ -188,7 +188,7 @@ class ServingEngine:
             prefill_chunk=prefill_chunk,
         )
         warn_of_long_rows(target, drafter, max_length)
-        self.shape = loop.shape
+        self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)
         self.draft_length = 0
         if drafter is not None:
@@ -196,8 +196,8 @@ class ServingEngine:
             self.draft_length = whole_number("draft_length", chosen)
         # Prompts are prefilled by the same functions, in a state of one row.
         one_row = dataclasses.replace(self.shape, batch_size=1)
-        self._batch = Executor(loop)
-        self._row = Executor(dataclasses.replace(loop, shape=one_row))
+        self._batch = Executor(parts)
+        self._row = Executor(dataclasses.replace(parts, shape=one_row))
         self.params = self._batch.params
         program = self._batch.program
         self.programs: dict[str, Any] = {
@@ -223,7 +223,7 @@ class ServingEngine:
         on any thread."""
         number = np.int32(0)
         admission = make_admission(
-            self._make_request([0], SamplingParams(seed=0)), self._batch.loop, draft_length=0
+            self._make_request([0], SamplingParams(seed=0)), self._batch.parts, draft_length=0
         )
         home = self._batch.home
         state = compilation.shapes_at(self._batch.eval_state(), home)
@@ -284,7 +284,7 @@ class ServingEngine:
             draft_length = self.draft_length
         elif draft_length != 0:
             check_draft_length(draft_length, self.shape.verify_length, advice=LONGER_DRAFTS)
-        admission = make_admission(request, self._batch.loop, draft_length=draft_length)
+        admission = make_admission(request, self._batch.parts, draft_length=draft_length)
         programs = self.programs
         state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode.settings import make_loop
+from jaxspec.decode.settings import make_parts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.executor import Executor
@@ -261,7 +261,7 @@ class _Rounds:
         if draft is not None:
             drafter = Oracle(sequences=((0,),), cost_of=DraftModel(draft))
         self.executor = Executor(
-            make_loop(
+            make_parts(
                 target,
                 drafter,
                 verifier=Coupled(),
@@ -295,7 +295,7 @@ class _Rounds:
         """Lets the oracle propose the truth, with each token changed with probability 1 -
         acceptance."""
         is_right = np.random.default_rng(0).random(truth.shape) < acceptance
-        wrong = (truth + 1) % self.executor.loop.target.vocab_size
+        wrong = (truth + 1) % self.executor.parts.target.vocab_size
         self._propose(np.where(is_right, truth, wrong).astype(np.int32))
 
     def _propose(self, table: np.ndarray) -> None:

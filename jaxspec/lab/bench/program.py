@@ -19,7 +19,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_loop
+from jaxspec.decode.settings import make_parts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -77,7 +77,7 @@ class Shape:
 
     def loop(self) -> DecodeLoop:
         """The decode loop, with parameters that are only shapes."""
-        return make_loop(
+        parts = make_parts(
             self._model("target", self.target),
             DraftModel(self._model("draft", self.draft)),
             verifier=Coupled(),
@@ -88,6 +88,7 @@ class Shape:
             max_length=self.context + self.draft_length + 1,
             prefill_chunk=128,
         )
+        return DecodeLoop(parts)
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
         return shape_model(
@@ -207,10 +208,12 @@ def _pass_launches(device: str, shape: Shape) -> int:
     window = jax.eval_shape(make_window)
 
     def forward(params, cache, tokens, window):
-        hidden, cache = loop.target.forward(params, tokens, window, cache)
-        return loop.target.logits(params, hidden), cache
+        hidden, cache = loop.parts.target.forward(params, tokens, window, cache)
+        return loop.parts.target.logits(params, hidden), cache
 
-    text = compile_for(device, forward, loop.target.params, cache, window.slots, window, donated=1)
+    text = compile_for(
+        device, forward, loop.parts.target.params, cache, window.slots, window, donated=1
+    )
     thunks = read_thunks(text.thunks)
     return count_launches(thunks, {}, num_trips=1, takes_longest=True).num_launched
 

@@ -15,8 +15,9 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.cache.pages import BLOCK, KVCache, KvDtype
 from jaxspec.checkpoint.format import parse_dtype
-from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_loop
+from jaxspec.decode.loop import DecodeLoop, empty
+from jaxspec.decode.parts import RoundParts
+from jaxspec.decode.settings import make_parts
 from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.flexdraft.shapes import ShapeFlexDraft
@@ -77,16 +78,18 @@ class LoopBytes:
           dtype: of all weights, instead of the settings'.
           on: a mesh; by default one without devices, of the settings' axes.
         """
-        loop = self._loop(settings, layers, dtype)
+        parts = self._parts(settings, layers, dtype)
         if settings.num_devices == 1:
-            return loop
+            return DecodeLoop(parts)
         if on is None:
             axes = (settings.num_data_shards, settings.num_model_shards)
             on = AbstractMesh(axes, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
-        return ShardedLoop(loop=loop, mesh=on)
+        return ShardedLoop(parts=parts, mesh=on)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _loop(self, settings: PlanSettings, layers: Layers | None, dtype: str | None) -> DecodeLoop:
+    def _parts(
+        self, settings: PlanSettings, layers: Layers | None, dtype: str | None
+    ) -> RoundParts:
         request = self.request
         of_target, of_draft = layers or (None, None)
         target = self._model(
@@ -102,7 +105,7 @@ class LoopBytes:
             drafter = request.drafter_at(settings)
         if isinstance(drafter, ShapeFlexDraft):
             drafter = drafter.resized(num_layers=of_target, dtype=target.dtype)
-        return make_loop(
+        return make_parts(
             target,
             drafter,
             verifier=request.verifier if settings.draft_length else make_verifier("coupled"),
@@ -275,8 +278,8 @@ class LoopBytes:
                 f"{config.num_kv_heads} heads x ({config.head_size} x {itemsize}{scale}) B"
             )
 
-        target, loop = request.target.config, self._loop(settings, None, None)
-        state = jax.eval_shape(lambda: loop.empty(loop.shape))
+        target, parts = request.target.config, self._parts(settings, None, None)
+        state = jax.eval_shape(lambda: empty(parts, parts.shape))
 
         def num_slots(cache: KVCache) -> int:
             return cache.layers[0].k.shape[0] * BLOCK // rows
