@@ -30,6 +30,7 @@ from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, PyTree
 
 SEGMENT = 64  # output tokens scored by one call
@@ -110,6 +111,7 @@ class Scorer:
             read = self._read_own(self._own.params, tokens, before)
             own = {width: jax.tree.map(jnp.copy, read) for width in WIDTHS}
         row = jax.tree.map(lambda value: value[None], params.of_row(prompt_length=num_prompt))
+        row = row.replace(loops_run_on_host=loops_run_on_host())
         stops = np.full((1, MAX_STOP_TOKENS), -1, np.int32)
         wanted = params.stop_tokens(self.target)[:MAX_STOP_TOKENS]
         stops[0, : len(wanted)] = wanted

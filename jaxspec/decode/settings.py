@@ -17,6 +17,7 @@ from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
 from jaxspec.errors import SettingError, warn_once
 from jaxspec.models.base import Model, check_taps
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.values import LARGEST_COUNT, is_one_of, refusal, shown, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
@@ -127,6 +128,7 @@ def make_parts(
         is_noise_shared=verifier.is_noise_shared,
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
+        loops_run_on_host=loops_run_on_host(),
     )
     parts = RoundParts(
         target=target,

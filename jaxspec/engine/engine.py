@@ -36,7 +36,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.environment import autotuned, loops_run_on_host, noted_kernels
+from jaxspec.runtime.environment import autotuned, noted_kernels
 from jaxspec.runtime.host_limits import free_memory
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import (
@@ -728,7 +728,6 @@ def _described(engine: Engine) -> dict[str, Any]:
         "kernels": getattr(engine.target, "kernels", None),
         "kernels_family": family_of(getattr(engine.target, "kernels", None)),
         "kernels_fallback": noted_kernels()["kernels_fallback"],
-        "loops_run_on_host": loops_run_on_host(),
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),
         **dataclasses.asdict(engine.memory),

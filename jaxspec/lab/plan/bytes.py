@@ -28,6 +28,7 @@ from jaxspec.lab.plan.request import Described, PlanRequest
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.shapes import ShapeModel, shape_model, shortened
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.sampling import num_drawn_together
 from jaxspec.verifiers import make_verifier
 
@@ -392,7 +393,7 @@ def _round_sizes(settings: PlanSettings, further: Layers) -> tuple[float, ...]:
     times the target's further layers, whose heads a mesh splits."""
     rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
     per_layer = rows * length / settings.num_model_shards
-    drawn = rows * num_drawn_together(rows, length)
+    drawn = rows * num_drawn_together(rows, length, loops_run_on_host=loops_run_on_host())
     return 1, rows * length, drawn, further.target * per_layer
 
 
