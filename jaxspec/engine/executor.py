@@ -22,14 +22,13 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import pages as kv
-from jaxspec.cache.layouts import Layout
 from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode import invariants, kept
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
@@ -37,22 +36,19 @@ from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.settings import (
-    DraftLength,
     Exactness,
-    as_draft_length,
     check_exactness,
     check_num_nodes,
     home_of,
-    make_parts,
     pinned_memory,
     warn_of_long_rows,
 )
-from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
-from jaxspec.decode.state import LogprobsConfig
+from jaxspec.decode.sharded import ShardedLoop, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
+from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
@@ -65,15 +61,9 @@ from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
-from jaxspec.runtime.values import flag, is_one_of, refusal, whole_number
-from jaxspec.schedulers import Continuous, Scheduler, make_scheduler
-from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
-from jaxspec.verifiers import Coupled, Verifier, make_verifier
 
 _log = logging.getLogger(__name__)
-
-LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
 
 # Compiled when a session first needs them, not by `warm_up`.
 SESSION_PROGRAMS = ("continue", "take_page", "take_rest", "put_page", "put_rest")
@@ -86,7 +76,7 @@ class Executor:
     reference to `state` across calls.
 
     Args:
-      parts: those of one data shard; `make_executor` makes them from settings.
+      parts: those of one data shard; `make_parts` makes them from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` uses the narrowest that
         fits a draft length. So does `bitwise` if that changes no bit; see `decode.buckets`.
       is_adaptive: whether `warm_up` also compiles the programs that pause the drafter and let it
@@ -634,89 +624,36 @@ class Executor:
 
 
 def make_executor(
-    target: Model,
-    drafter: Drafter | None = None,
-    *,
-    verifier: Verifier | None = None,
-    scheduler: Scheduler | None = None,
-    layout: Layout = "ragged",
-    draft_length: DraftLength | None = None,
-    exactness: Exactness = "bitwise",
-    verify_length: int | None = None,
-    tree_depth: int | None = None,
-    batch_size: int = 8,
-    max_length: int = 1024,
-    prefill_chunk: int = 128,
-    max_logprobs: int | None = None,
-    logprobs_mode: LogprobsMode = "raw_logprobs",
-    trace: TraceLevel | None = None,
-    check_invariants: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    budget_bytes: int | None = None,
+    target: Model | str, drafter: Drafter | str | None = None, **settings: Unpack[EngineSettings]
 ) -> Executor:
-    """The executor of an engine with these settings, which `Engine` describes.
+    """The executor of an engine with these settings; see `executor_of`."""
+    target = as_model(target)
+    return executor_of(target, make_drafter(drafter, target), EngineConfig(**settings))
+
+
+def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) -> Executor:
+    """The executor of an engine.
 
     Raises:
-      SettingError: a setting out of range, or two that contradict each other.
+      SettingError: settings that contradict each other, or do not suit the models.
       ModelError: the drafter cannot draft for the target.
     """
-    target = as_model(target)
-    drafter = make_drafter(drafter, target)
-    batch_size = whole_number("batch_size", batch_size, least=1)
-    if verify_length is not None:
-        verify_length = whole_number("verify_length", verify_length, least=1)
-    draft_length = as_draft_length(draft_length)
-    check_invariants = flag("check_invariants", check_invariants)
-    if not is_one_of(logprobs_mode, get_args(LogprobsMode)):
-        raise refusal("logprobs_mode", logprobs_mode, f"one of {', '.join(get_args(LogprobsMode))}")
-    is_adaptive = draft_length == "auto" and drafter is not None
-    if draft_length == "auto":
-        if drafter is not None and verify_length == 1:
-            raise SettingError(
-                "A verify_length of 1 was given with draft_length='auto', and leaves no room for "
-                "drafts; raise it, or leave it out."
-            )
-        draft_length = None if verify_length is None else verify_length - 1
-    elif draft_length is not None and drafter is not None and verify_length is None:
+    draft_length = config.draft_length
+    if isinstance(draft_length, int) and drafter is not None and config.verify_length is None:
         check_num_nodes(with_defaults(drafter), draft_length)
-    logprobs = None
-    if max_logprobs is not None:
-        largest = target.vocab_size
-        expected = f"from 0 to {largest}, the size of the vocabulary"
-        max_logprobs = whole_number(
-            "max_logprobs", max_logprobs, least=0, most=largest, expected=expected
-        )
-        is_processed = logprobs_mode == "processed_logprobs"
-        logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
-    if mesh is not None:
-        batch_size = batch_size_per_shard(batch_size, check_mesh(mesh))
-    parts = make_parts(
-        target,
-        drafter,
-        verifier=Coupled() if verifier is None else make_verifier(verifier),
-        scheduler=Continuous() if scheduler is None else make_scheduler(scheduler),
-        layout=layout,
-        draft_length=draft_length,
-        verify_length=verify_length,
-        tree_depth=tree_depth,
-        batch_size=batch_size,
-        max_length=max_length,
-        prefill_chunk=prefill_chunk,
-        logprobs=logprobs,
-        trace=None if trace is None else TraceConfig(level=trace),
-    )
-    warn_of_long_rows(target, drafter, max_length)
-    if budget_bytes is not None:
-        parts = fit_rows(parts, budget_bytes, mesh=mesh)
+    parts = make_parts(target, drafter, config)
+    warn_of_long_rows(target, drafter, config.max_length)
+    if config.budget_bytes is not None:
+        parts = fit_rows(parts, config.budget_bytes, mesh=config.mesh)
     executor = Executor(
         parts,
-        exactness=exactness,
-        is_adaptive=is_adaptive,
-        check_invariants=check_invariants,
-        mesh=mesh,
+        exactness=config.exactness,
+        is_adaptive=draft_length == "auto" and drafter is not None,
+        check_invariants=config.check_invariants,
+        mesh=config.mesh,
     )
     _log.info(executor.memory.sentence)
-    num_used = 1 if mesh is None else mesh.devices.size
+    num_used = 1 if config.mesh is None else config.mesh.devices.size
     if jax.local_device_count() > num_used:
         _log.warning("this engine is %s", devices_sentence(devices(num_used)))
     return executor

@@ -9,7 +9,7 @@ import toy
 import jaxspec
 from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.decode import settings
-from jaxspec.decode.settings import make_parts
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import Executor, make_executor
 from jaxspec.errors import SettingError
 from jaxspec.models.config import RopeConfig
@@ -31,13 +31,9 @@ def executor(target):
     parts = make_parts(
         target,
         jaxspec.NGram(),
-        verifier=jaxspec.Coupled(),
-        scheduler=jaxspec.Static(),
-        draft_length=3,
-        verify_length=None,
-        batch_size=2,
-        max_length=128,
-        prefill_chunk=16,
+        EngineConfig(
+            scheduler="static", draft_length=3, batch_size=2, max_length=128, prefill_chunk=16
+        ),
     )
     return Executor(parts)
 

@@ -25,6 +25,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
 from jaxspec.engine import memory, plan
 from jaxspec.engine.budget import bytes_of
+from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import measure_parts, num_bytes
@@ -654,7 +655,7 @@ def test_the_planner_allocates_no_weights(monkeypatch):
 
 def test_knobs_name_arguments_that_exist():
     owners = {
-        "engine": Engine.__init__,
+        "engine": EngineConfig,
         "draft": jaxspec.load_model,
         "target": jaxspec.load_model,
         "drafter": DraftModel,

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode.settings import make_parts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import Executor
 from jaxspec.kernels.registry import KernelsName
 from jaxspec.lab.bench.cells import CellStore
@@ -41,7 +41,6 @@ from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import Turns, take_turns
 from jaxspec.schedulers import Static
 from jaxspec.types import PyTree
-from jaxspec.verifiers import Coupled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -264,13 +263,12 @@ class _Rounds:
             make_parts(
                 target,
                 drafter,
-                verifier=Coupled(),
-                scheduler=Static(),
-                draft_length=plan.draft_length,
-                verify_length=None,
-                batch_size=batch,
-                max_length=context + self._num_tokens + window,
-                prefill_chunk=128,
+                EngineConfig(
+                    scheduler=Static(),
+                    draft_length=plan.draft_length,
+                    batch_size=batch,
+                    max_length=context + self._num_tokens + window,
+                ),
             )
         )
         if draft is not None:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_parts
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
@@ -34,7 +34,6 @@ from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
-from jaxspec.verifiers import Coupled
 
 # Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
 KERNEL_S = 3.5e-6  # launched by itself
@@ -80,13 +79,12 @@ class Shape:
         parts = make_parts(
             self._model("target", self.target),
             DraftModel(self._model("draft", self.draft)),
-            verifier=Coupled(),
-            scheduler=Static(),
-            draft_length=self.draft_length,
-            verify_length=None,
-            batch_size=self.batch_size,
-            max_length=self.context + self.draft_length + 1,
-            prefill_chunk=128,
+            EngineConfig(
+                scheduler=Static(),
+                draft_length=self.draft_length,
+                batch_size=self.batch_size,
+                max_length=self.context + self.draft_length + 1,
+            ),
         )
         return DecodeLoop(parts)
 

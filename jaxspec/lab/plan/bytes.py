@@ -17,10 +17,10 @@ from jaxspec.cache.pages import BLOCK, KVCache, KvDtype
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.loop import DecodeLoop, empty
 from jaxspec.decode.parts import RoundParts
-from jaxspec.decode.settings import make_parts
 from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.flexdraft.shapes import ShapeFlexDraft
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.memory import Parts, measure_parts
 from jaxspec.engine.plan import PlanBytes, PlanSettings, ProgramBytes, compile_programs
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -30,7 +30,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.shapes import ShapeModel, shape_model, shortened
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.sampling import num_drawn_together
-from jaxspec.verifiers import make_verifier
 
 Compiles: TypeAlias = Literal["whole", "short"]
 Say: TypeAlias = Callable[[str], None]
@@ -109,13 +108,14 @@ class LoopBytes:
         return make_parts(
             target,
             drafter,
-            verifier=request.verifier if settings.draft_length else make_verifier("coupled"),
-            scheduler=request.scheduler,
-            draft_length=settings.draft_length,
-            verify_length=None,
-            batch_size=settings.batch_size // settings.num_data_shards,
-            max_length=settings.max_length,
-            prefill_chunk=settings.prefill_chunk,
+            EngineConfig(
+                verifier=request.verifier if settings.draft_length else None,
+                scheduler=request.scheduler,
+                draft_length=settings.draft_length,
+                batch_size=settings.batch_size // settings.num_data_shards,
+                max_length=settings.max_length,
+                prefill_chunk=settings.prefill_chunk,
+            ),
         )
 
     def _model(
