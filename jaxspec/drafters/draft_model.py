@@ -37,7 +37,6 @@ from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
@@ -421,7 +420,7 @@ class DraftModel(DrafterBase):
             cache=state.cache,
         )
         for start, stop, take in ((0, 1, first_step), (1, num_nodes, step)):
-            drafting = self._take_steps(take, drafting, start, stop)
+            drafting = self._take_steps(shape, take, drafting, start, stop)
         num_valid, cache = drafting.num_valid, drafting.cache
         draft = Draft(
             tokens=drafting.tokens,
@@ -453,6 +452,7 @@ class DraftModel(DrafterBase):
 
     def _take_steps(
         self,
+        shape: EngineShape,
         step: Callable[[jax.Array, _Drafting], _Drafting],
         drafting: _Drafting,
         start: int,
@@ -463,7 +463,7 @@ class DraftModel(DrafterBase):
         A loop ends there, and unlike a conditional passes the cache through without copying it.
         Where the host runs loops, all steps are taken; those that no row wants store nothing.
         """
-        if loops_run_on_host() and not self.min_confidence:
+        if shape.loops_run_on_host and not self.min_confidence:
             return lax.fori_loop(start, stop, step, drafting)
 
         def is_wanted(carry):

@@ -364,7 +364,7 @@ class AdaptiveDrafting:
         self.controller: DraftLengthController | None = None
         self._executor = executor
         self._draft_length = draft_length
-        drafter = executor.loop.drafter
+        drafter = executor.parts.drafter
         self._unmeasured = RoundKind(
             min(default_draft_length(drafter), draft_length),
             drafter.choose_variant(executor.shape) if len(executor.variants) > 1 else 0,
@@ -385,7 +385,7 @@ class AdaptiveDrafting:
             requests = MadeUpRequests(
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
-            drafter = self._executor.loop.drafter
+            drafter = self._executor.parts.drafter
             lengths = draft_lengths_to_try(
                 self._draft_length,
                 drafts_one_by_one=drafter.is_chain and not drafter.drafts_at_once,

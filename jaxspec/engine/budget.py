@@ -12,6 +12,7 @@ import dataclasses
 import jax
 
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.engine.memory import in_units, largest_that_fits, measure_memory, measure_parts
 from jaxspec.engine.plan import PlanBytes, compile_programs
@@ -20,17 +21,17 @@ from jaxspec.runtime.values import LARGEST_BYTES, whole_number
 
 
 def fit_rows(
-    loop: DecodeLoop, budget_bytes: int, *, mesh: jax.sharding.Mesh | None = None
-) -> DecodeLoop:
-    """The loop with as many rows as fit beside weights and programs, at most its own number, into
+    parts: RoundParts, budget_bytes: int, *, mesh: jax.sharding.Mesh | None = None
+) -> RoundParts:
+    """The parts with as many rows as fit beside weights and programs, at most its own number, into
     the budget and into what is free.
 
-    Weights and state are read off the loop, without allocating anything. Programs are compiled to
+    Weights and state are read off the parts, without allocating anything. Programs are compiled to
     find the size of their temporaries: first with as many rows as weights and state alone would
     allow, then with fewer, until it is known how many are the most.
 
     Args:
-      loop: that of one data shard.
+      parts: those of one data shard.
       budget_bytes: the budget per device.
       mesh: the engine's mesh, or None.
 
@@ -40,23 +41,24 @@ def fit_rows(
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
 
-    def with_rows(num_rows: int) -> DecodeLoop:
-        return dataclasses.replace(loop, shape=dataclasses.replace(loop.shape, batch_size=num_rows))
+    def with_rows(num_rows: int) -> RoundParts:
+        shape = dataclasses.replace(parts.shape, batch_size=num_rows)
+        return dataclasses.replace(parts, shape=shape)
 
     def on_devices(num_rows: int) -> DecodeLoop | ShardedLoop:
         fewer = with_rows(num_rows)
-        return fewer if mesh is None else ShardedLoop(loop=fewer, mesh=mesh)
+        return DecodeLoop(fewer) if mesh is None else ShardedLoop(parts=fewer, mesh=mesh)
 
     def state_bytes(num_rows: int) -> int:
-        parts = measure_parts(on_devices(num_rows))
-        return parts.weights_bytes + parts.state_bytes
+        found = measure_parts(on_devices(num_rows))
+        return found.weights_bytes + found.state_bytes
 
     # A budget may be larger than what is free; no program of so many rows is compiled.
     alone, limit = measure_memory(on_devices(1)), budget_bytes
     if alone.free_bytes is not None:
         limit = min(limit, alone.weights_bytes + alone.free_bytes)
     # The most rows that are known to fit, and the fewest that are known not to.
-    most, too_many = 0, 1 + largest_that_fits(state_bytes, loop.shape.batch_size, limit)
+    most, too_many = 0, 1 + largest_that_fits(state_bytes, parts.shape.batch_size, limit)
     num_rows = too_many - 1
     while most < num_rows:
         found = bytes_of(on_devices(num_rows))

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jaxspec.engine.adaptive import AdaptiveDrafting
+from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
@@ -26,6 +27,7 @@ from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion, make_completion
 from jaxspec.requests.requests import Request
 from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.host_limits import free_memory
 from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.telemetry.trace import row_trace
 from jaxspec.types import DecodeState, Finish
@@ -53,13 +55,8 @@ class EngineCore:
 
     Args:
       executor: an executor with every row empty.
+      config: the engine's settings.
       adaptive: chooses draft lengths; None leaves them as the requests ask.
-      rounds_per_sync: most rounds that run before the rows are checked.
-      max_queue: requests that may wait.
-      step_timeout_s: seconds after which a step, or another call of the device, is abandoned
-        together with the engine; None for never.
-      logprobs_mode: noted in completions with log-probabilities.
-      session_bytes: most bytes of sessions' KV kept on the host.
 
     Attributes:
       lock: guards the device; held during a step. Take it before calling the executor.
@@ -71,28 +68,29 @@ class EngineCore:
     def __init__(
         self,
         executor: Executor,
+        config: EngineConfig,
         *,
         adaptive: AdaptiveDrafting | None,
-        rounds_per_sync: int,
-        max_queue: int,
-        step_timeout_s: float | None,
-        logprobs_mode: str,
-        session_bytes: int,
     ):
         self.executor = executor
+        session_bytes = config.session_bytes
+        if session_bytes is None:
+            session_bytes = free_memory()[0] // 4
         self.kept = KeptRows(executor, max_bytes=session_bytes)
         self.adaptive = adaptive
         self.lock = threading.RLock()
-        self.queue = RequestQueue(executor.num_rows, max_waiting=max_queue, abort=self._abort)
+        self.queue = RequestQueue(
+            executor.num_rows, max_waiting=config.max_queue, abort=self._abort
+        )
         self.metrics = Metrics()
-        self._rounds_per_sync = rounds_per_sync
-        self._logprobs_mode = logprobs_mode
+        self._rounds_per_sync = config.rounds_per_sync
+        self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._shared_steps = SharedSteps(lambda: self.step())
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = config.step_timeout_s
         self._watchdog = None
-        if step_timeout_s is not None:
-            self._watchdog = self._make_watchdog(step_timeout_s)
+        if config.step_timeout_s is not None:
+            self._watchdog = self._make_watchdog(config.step_timeout_s)
         self._is_abandoned = False
 
     @property
@@ -320,7 +318,7 @@ class EngineCore:
         for row, ticket in self.queue.tickets_by_row.items():
             counts = num_unread if ticket.is_prefilling else num_running
             counts[self.executor.shard_of(row)] += 1
-        batch_size = self.executor.loop.shape.batch_size
+        batch_size = self.executor.parts.shape.batch_size
         num_idle = max(
             min(num_unread[shard], batch_size - num_running[shard])
             for shard in range(self.executor.num_shards)
@@ -374,7 +372,7 @@ class EngineCore:
             if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self.queue.has_waiting:
-            min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
+            min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
             num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         longest, variant = max(ticket.draft_length for ticket in running.values()), 0
@@ -406,7 +404,7 @@ class EngineCore:
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
             unread = slice(first + ticket.num_read, last)
             output = state.tokens[row, unread].tolist() if ticket.reads_output else []
-            tokenizer = self.executor.loop.target.tokenizer
+            tokenizer = self.executor.parts.target.tokenizer
             try:
                 ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
@@ -441,7 +439,7 @@ class EngineCore:
         complete = functools.partial(
             make_completion,
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=state.tokens[row, first:last].tolist(),
             origins=np.asarray(state.origin[row, first:last]).tolist(),
             stop_token=int(state.stop_token[row]),
@@ -485,7 +483,7 @@ class EngineCore:
         """The completion of a request that emitted nothing."""
         return make_completion(
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=(),
             origins=(),
             finish=finish,

@@ -114,7 +114,7 @@ class KeptRows:
     def _first_read(self, ticket: Ticket, num_kept: int) -> int:
         """The token at which prefill begins. A drafter with taps pairs a token's feature with the
         token after it, so the last kept pair has the old next token and must be read again."""
-        first = num_kept - bool(self._executor.loop.drafter.taps)
+        first = num_kept - bool(self._executor.parts.drafter.taps)
         if self._is_reread(ticket):
             first -= first % self._executor.shape.prefill_chunk
         return max(first, 0)

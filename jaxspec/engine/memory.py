@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxspec.cache.pages import BLOCK, KVCache
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.loop import DecodeLoop, empty
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
 from jaxspec.runtime.host_limits import free_memory
@@ -135,14 +135,14 @@ def measure_parts(
       num_rows: resident rows of a shard, instead of the loop's own.
       max_length: slots per row, instead of the loop's own.
     """
-    of_shard = _of_shard(loop)
+    of_shard = loop.parts
     own = of_shard.resident_shape
     shape = dataclasses.replace(
         own,
         batch_size=own.batch_size if num_rows is None else num_rows,
         max_length=own.max_length if max_length is None else max_length,
     )
-    state = jax.eval_shape(lambda: of_shard.empty(shape))
+    state = jax.eval_shape(lambda: empty(of_shard, shape))
     params = loop.params
     if isinstance(loop, ShardedLoop):
         state, params = loop.state_of_device(state), loop.params_of_device()
@@ -182,7 +182,7 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
       SettingError: the state and the logits of a round do not fit into the free memory. The message
         gives the largest batch_size and the largest max_length that would.
     """
-    resident, parts = _of_shard(loop).resident_shape, measure_parts(loop)
+    resident, parts = loop.parts.resident_shape, measure_parts(loop)
     if isinstance(loop, ShardedLoop):
         devices = loop.mesh.devices.flatten().tolist()
     else:
@@ -240,10 +240,6 @@ def _device(params: PyTree) -> Any:
     return jax.local_devices()[0]
 
 
-def _of_shard(loop: DecodeLoop | ShardedLoop) -> DecodeLoop:
-    return loop.loop if isinstance(loop, ShardedLoop) else loop
-
-
 def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> int:
     """Bytes of a state of this shape, per device."""
     return measure_parts(loop, num_rows=num_rows, max_length=max_length).state_bytes
@@ -258,7 +254,7 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
     """The error message, with the largest batch_size and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None
-    of_shard = _of_shard(loop)
+    of_shard = loop.parts
     scheduler, given = of_shard.scheduler, of_shard.shape.batch_size
     num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 

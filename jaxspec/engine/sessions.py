@@ -281,9 +281,9 @@ def cache_prefix(
 
 def check_keeps_rows(executor: Executor) -> None:
     """Raises `SettingError` if rows of an executor cannot outlive their requests."""
-    if executor.loop.layout != "ragged":
+    if executor.parts.layout != "ragged":
         raise SettingError(
-            f"A session was asked for, and the layout is {executor.loop.layout}, which moves the "
+            f"A session was asked for, and the layout is {executor.parts.layout}, which moves the "
             "KV of rows that have ended; use the ragged layout."
         )
 

@@ -503,7 +503,7 @@ def run_candidates(
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
     for label, engine in engines.items():
-        if engine.executor.loop.drafter.shares_state:
+        if engine.executor.parts.drafter.shares_state:
             tell(f"{label}: with what it has learned")
             warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import bench
+from jaxspec.decode.loop import one_round
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -369,25 +370,25 @@ def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     prompts = toy.prompts([4, 11])
     expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))
     assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
-    loop = engine.executor.loop
-    draft, _ = loop.drafter.propose(
-        loop.shape, loop.params["drafter"], middle.drafter, stages.batch_view(middle)
+    parts, params = engine.executor.parts, engine.executor.params
+    draft, _ = parts.drafter.propose(
+        parts.shape, params["drafter"], middle.drafter, stages.batch_view(middle)
     )
     assert np.array_equal(draft.num_valid, [3, 3])
-    rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(loop, params), state))
-    after = rounds(loop.params, middle)
+    rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(parts, params), state))
+    after = rounds(params, middle)
     for row, (prompt, completion) in enumerate(zip(prompts, expected, strict=True)):
         first = len(prompt)
         assert after.num_committed[row] >= first + 18
         assert after.tokens[row, first : first + 18].tolist() == list(completion.token_ids)
 
 
-def again(loop, params):
-    return lambda _, state: loop.round(params, state)
+def again(parts, params):
+    return lambda _, state: one_round(parts, params, state)
 
 
 def test_stages_are_those_of_a_round(engine, middle):
-    parts = stages.round_stages(engine.executor.loop, middle)
+    parts = stages.round_stages(engine.executor.parts, middle)
     assert set(parts) == {"draft", "target", "verify", "commit", "round"}
     turns = time_loops(parts, repeats=1)
     assert all(turns.median_s(name) > 0 for name in parts)

@@ -115,8 +115,8 @@ class ScriptedEngine:
 
     @property
     def executor(self):
-        loop = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
-        return types.SimpleNamespace(loop=loop, state=())
+        parts = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
+        return types.SimpleNamespace(parts=parts, state=())
 
     def warm_up(self, on_program=None):
         return ()

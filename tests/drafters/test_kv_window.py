@@ -338,7 +338,7 @@ def test_what_the_ring_has_lost_is_read_again(monkeypatch, is_broken):
 def test_cutting_back_twice_forgets_nothing_of_what_was_written():
     """What was written before the first cut is still in the ring's way at the second."""
     executor = executor_of(windowed())
-    drafter, shape = executor.loop.drafter, executor.loop.resident_shape
+    drafter, shape = executor.parts.drafter, executor.parts.resident_shape
     executor.admit_and_prefill(0, *requests_of([PROMPTS[0]], SamplingParams()), draft_length=4)
     state = executor.state.drafter
     for num_kept, expected in ((500, 500), (480, 480), (460, 0)):

@@ -132,7 +132,7 @@ def test_every_drafter_keeps_what_it_can(name):
     engine = Engine(target, drafter, **shape)
     session = engine.session()
     completions = chat(session)
-    seam = bool(drafter is not None and engine.executor.loop.drafter.taps)
+    seam = bool(drafter is not None and engine.executor.parts.drafter.taps)
     known = len(FIRST) + 13 - 1
     assert completions[1].num_reused_tokens == known - seam
     assert completions[1].num_reread_tokens == seam

@@ -77,7 +77,7 @@ def test_a_round_that_is_timed_over_and_over_drafts_every_time():
         executor.run(1)
         if np.any(executor.state.num_committed - before.num_committed > 1):
             break
-    repeated = round_stages(executor.loop, before)["round"]
+    repeated = round_stages(executor.parts, before)["round"]
     repeated(1)
     once = np.array(repeated._moving[1].num_taken)
     assert np.array_equal(once, executor.state.num_committed - 1)

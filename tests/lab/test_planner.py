@@ -19,11 +19,13 @@ import jaxspec
 from jaxspec import errors
 from jaxspec.cache.pages import BLOCK
 from jaxspec.commands.generate import GenerateCommand
+from jaxspec.decode.loop import empty
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
 from jaxspec.engine import memory, plan
 from jaxspec.engine.budget import bytes_of
+from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import measure_parts, num_bytes
@@ -139,22 +141,23 @@ def test_the_formula_is_what_the_loop_allocates(each, verifier):
 
 def expected_round_bytes(loop):
     """Bytes of the logits and of q, by tracing what makes them."""
-    state = jax.eval_shape(lambda: loop.empty(loop.shape))
-    length = loop.shape.verify_length
+    parts = loop.parts
+    state = jax.eval_shape(lambda: empty(parts, parts.shape))
+    length = parts.shape.verify_length
     hidden = jax.ShapeDtypeStruct(
-        (loop.shape.batch_size, length, loop.target.config.width), loop.target.dtype
+        (parts.shape.batch_size, length, parts.target.config.width), parts.target.dtype
     )
-    logits = jax.eval_shape(loop.target.logits, loop.target.params, hidden)
-    if loop.is_plain:
+    logits = jax.eval_shape(parts.target.logits, parts.target.params, hidden)
+    if parts.is_plain:
         return num_bytes(logits), 0
 
     def propose(params, state):
-        draft, _ = loop.drafter.propose(
-            loop.shape, params, state.drafter, batch_view(state, is_chain=True)
+        draft, _ = parts.drafter.propose(
+            parts.shape, params, state.drafter, batch_view(state, is_chain=True)
         )
         return draft.q
 
-    return num_bytes(logits), num_bytes(jax.eval_shape(propose, loop.drafter.params, state))
+    return num_bytes(logits), num_bytes(jax.eval_shape(propose, parts.drafter.params, state))
 
 
 def test_a_planner_that_forgets_q_is_caught(monkeypatch):
@@ -652,7 +655,7 @@ def test_the_planner_allocates_no_weights(monkeypatch):
 
 def test_knobs_name_arguments_that_exist():
     owners = {
-        "engine": Engine.__init__,
+        "engine": EngineConfig,
         "draft": jaxspec.load_model,
         "target": jaxspec.load_model,
         "drafter": DraftModel,

@@ -33,10 +33,8 @@ from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, unpacked
-from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.environment import loops_run_on_host
+from jaxspec.models.base import LanguageModel, Model, kernels_of
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, is_one_of, number, shown, text, whole_number
 from jaxspec.sampling import draw_block, without_nan
@@ -229,7 +227,7 @@ class FlexDraft(DrafterBase):
 
     @property
     def _kernels(self) -> Kernels:
-        return get_kernels(self._target.kernels)
+        return kernels_of(self._target)
 
     def num_scratch_slots(self, shape: EngineShape) -> int:
         """Room for the mask rows of every group after the window, and of one group after the newest
@@ -273,7 +271,7 @@ class FlexDraft(DrafterBase):
         # A loop of one trip or none, because a conditional would copy the cache. A host that runs
         # loops waits for the device before it, and in sequential mode hardly ever skips it.
         carry = state.hidden, target_cache
-        if loops_run_on_host() and self.mode == "sequential":
+        if shape.loops_run_on_host and self.mode == "sequential":
             hidden, cache = run(0, carry)
         else:
             trips = jnp.any(is_stale).astype(jnp.int32)

@@ -38,7 +38,6 @@ from jaxspec.kernels.base import Kernels, PackedWeight, unpacked
 from jaxspec.models import decoder
 from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, text
 from jaxspec.sampling import draw_draft, without_nan
@@ -458,7 +457,7 @@ class Heads(DrafterBase):
     ) -> Draft:
         num_rows, num_nodes = newest.shape[0], min(shape.num_nodes, self.config.num_heads)
         wanted = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
-        score = self._scorer(params, anchor, num_nodes, wanted)
+        score = self._scorer(shape, params, anchor, num_nodes, wanted)
         q = None
         if shape.needs_draft_probs:
             q = jnp.zeros((num_rows, shape.num_nodes, shape.vocab_size), jnp.float32)
@@ -484,7 +483,7 @@ class Heads(DrafterBase):
 
         carry = anchor, tokens, q
         for node in range(num_nodes):
-            carry = if_any(node < wanted, functools.partial(draw, node), carry)
+            carry = if_any(shape, node < wanted, functools.partial(draw, node), carry)
         return Draft(
             tokens=carry[1],
             parents=chain_parents(num_rows, shape.num_nodes),
@@ -503,7 +502,7 @@ class Heads(DrafterBase):
         can_draft: jax.Array,
     ) -> Draft:
         wanted, num_levels = count_levels(tree, shape, rows, can_draft)
-        score = self._scorer(params, anchor, tree.max_depth, num_levels)
+        score = self._scorer(shape, params, anchor, tree.max_depth, num_levels)
         grower = Grower(
             tree=tree,
             shape=shape,
@@ -531,11 +530,16 @@ class Heads(DrafterBase):
         carry = grower.start(), Expanded.newest(anchor, newest, tree)
         for level in range(tree.max_depth):
             is_wanted = grower.is_wanted(carry[0], level)
-            carry = if_any(is_wanted, functools.partial(grow, level), carry)
+            carry = if_any(shape, is_wanted, functools.partial(grow, level), carry)
         return grower.draft(carry[0], wanted)[0]
 
     def _scorer(
-        self, params: PyTree, anchor: jax.Array, num_heads: int, wanted: jax.Array
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        anchor: jax.Array,
+        num_heads: int,
+        wanted: jax.Array,
     ) -> Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         """A function of a head's index, hidden states `[..., E]` and the tokens so far
         `[..., index + 1]` that returns the hidden states for the next head and logits `[..., V]`.
@@ -567,7 +571,7 @@ class Heads(DrafterBase):
             return jnp.stack(made, axis=1)
 
         nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
-        every = if_any(wanted > 0, run_all, nothing)
+        every = if_any(shape, wanted > 0, run_all, nothing)
 
         def look_up(index: int, hidden: jax.Array, tokens: jax.Array):
             return hidden, every[:, index] if hidden.ndim == 2 else every[:, index, None]
@@ -672,9 +676,11 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
         )
 
 
-def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def if_any(
+    shape: EngineShape, is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry
+) -> Carry:
     """`step(carry)` if some row `[B]` wants it, otherwise `carry`. On a GPU the step is taken in
     any case: a conditional would wait for the host."""
-    if loops_run_on_host():
+    if shape.loops_run_on_host:
         return step(carry)
     return lax.cond(jnp.any(is_wanted), step, lambda carry: carry, carry)

@@ -300,7 +300,7 @@ class DecodeBench:
         measure.fill_mid_decode(
             engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
         )
-        parts = stages.round_stages(engine.executor.loop, engine.executor.state)
+        parts = stages.round_stages(engine.executor.parts, engine.executor.state)
         engine.reset()
         turns = time_loops(parts, self.options.repeats)
         ms = {name: 1e3 * turns.median_s(name) for name in parts}

@@ -447,7 +447,7 @@ class HeadsBench(PairBench):
         )
         executor = engine.executor
         # Of a copy, because the round that follows takes the state over.
-        stages = round_stages(executor.loop, jax.tree.map(jnp.copy, executor.state))
+        stages = round_stages(executor.parts, jax.tree.map(jnp.copy, executor.state))
         before = np.array(executor.state.counts.drafted_at)
         executor.run(1)
         is_drafted = np.any(np.array(executor.state.counts.drafted_at) > before, axis=0)

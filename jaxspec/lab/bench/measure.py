@@ -287,7 +287,7 @@ def fill(
         not hold, which costs the same as any other context.
     """
     chosen = list(itertools.islice(itertools.cycle(prompts), executor.num_rows))
-    target = executor.loop.target
+    target = executor.parts.target
     requests = make_requests(chosen, params, target, longest=executor.longest_prompt)
     admit = executor.admit_and_prefill if reads else executor.admit
     for row, request in enumerate(requests):
@@ -354,7 +354,7 @@ def time_rounds(
       params: further fields of the rows' `SamplingParams`.
     """
     one = next(iter(executors.values()))
-    prompts = random_prompts(one.loop.target, one.num_rows, prompt_tokens)
+    prompts = random_prompts(one.parts.target, one.num_rows, prompt_tokens)
     asked = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
     return take_turns(
         {name: functools.partial(run_rounds, each, num_rounds) for name, each in executors.items()},

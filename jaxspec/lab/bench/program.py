@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
@@ -34,7 +34,6 @@ from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
-from jaxspec.verifiers import Coupled
 
 # Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
 KERNEL_S = 3.5e-6  # launched by itself
@@ -77,17 +76,17 @@ class Shape:
 
     def loop(self) -> DecodeLoop:
         """The decode loop, with parameters that are only shapes."""
-        return make_loop(
+        parts = make_parts(
             self._model("target", self.target),
             DraftModel(self._model("draft", self.draft)),
-            verifier=Coupled(),
-            scheduler=Static(),
-            draft_length=self.draft_length,
-            verify_length=None,
-            batch_size=self.batch_size,
-            max_length=self.context + self.draft_length + 1,
-            prefill_chunk=128,
+            EngineConfig(
+                scheduler=Static(),
+                draft_length=self.draft_length,
+                batch_size=self.batch_size,
+                max_length=self.context + self.draft_length + 1,
+            ),
         )
+        return DecodeLoop(parts)
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
         return shape_model(
@@ -207,10 +206,12 @@ def _pass_launches(device: str, shape: Shape) -> int:
     window = jax.eval_shape(make_window)
 
     def forward(params, cache, tokens, window):
-        hidden, cache = loop.target.forward(params, tokens, window, cache)
-        return loop.target.logits(params, hidden), cache
+        hidden, cache = loop.parts.target.forward(params, tokens, window, cache)
+        return loop.parts.target.logits(params, hidden), cache
 
-    text = compile_for(device, forward, loop.target.params, cache, window.slots, window, donated=1)
+    text = compile_for(
+        device, forward, loop.parts.target.params, cache, window.slots, window, donated=1
+    )
     thunks = read_thunks(text.thunks)
     return count_launches(thunks, {}, num_trips=1, takes_longest=True).num_launched
 

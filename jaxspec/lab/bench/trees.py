@@ -250,7 +250,7 @@ class TreesBench(PairBench):
             fill_mid_decode(
                 engine.executor, prompts, num_tokens=num_tokens, draft_length=tree.num_nodes
             )
-            stages = round_stages(engine.executor.loop, engine.executor.state)
+            stages = round_stages(engine.executor.parts, engine.executor.state)
             engine.reset()
             turns = time_loops(stages, self.repeats)
             ms = {f"{name}_ms": 1e3 * turns.median_s(name) for name in stages}

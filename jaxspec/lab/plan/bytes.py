@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.cache.pages import BLOCK, KVCache, KvDtype
 from jaxspec.checkpoint.format import parse_dtype
-from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_loop
+from jaxspec.decode.loop import DecodeLoop, empty
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.flexdraft.shapes import ShapeFlexDraft
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.memory import Parts, measure_parts
 from jaxspec.engine.plan import PlanBytes, PlanSettings, ProgramBytes, compile_programs
 from jaxspec.kernels.registry import KernelsName, default_kernels
@@ -27,8 +28,8 @@ from jaxspec.lab.plan.request import Described, PlanRequest
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.shapes import ShapeModel, shape_model, shortened
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.sampling import num_drawn_together
-from jaxspec.verifiers import make_verifier
 
 Compiles: TypeAlias = Literal["whole", "short"]
 Say: TypeAlias = Callable[[str], None]
@@ -77,16 +78,18 @@ class LoopBytes:
           dtype: of all weights, instead of the settings'.
           on: a mesh; by default one without devices, of the settings' axes.
         """
-        loop = self._loop(settings, layers, dtype)
+        parts = self._parts(settings, layers, dtype)
         if settings.num_devices == 1:
-            return loop
+            return DecodeLoop(parts)
         if on is None:
             axes = (settings.num_data_shards, settings.num_model_shards)
             on = AbstractMesh(axes, (DATA, MODEL), axis_types=(AxisType.Auto, AxisType.Auto))
-        return ShardedLoop(loop=loop, mesh=on)
+        return ShardedLoop(parts=parts, mesh=on)
 
     @functools.lru_cache(maxsize=64)  # noqa: B019
-    def _loop(self, settings: PlanSettings, layers: Layers | None, dtype: str | None) -> DecodeLoop:
+    def _parts(
+        self, settings: PlanSettings, layers: Layers | None, dtype: str | None
+    ) -> RoundParts:
         request = self.request
         of_target, of_draft = layers or (None, None)
         target = self._model(
@@ -102,16 +105,17 @@ class LoopBytes:
             drafter = request.drafter_at(settings)
         if isinstance(drafter, ShapeFlexDraft):
             drafter = drafter.resized(num_layers=of_target, dtype=target.dtype)
-        return make_loop(
+        return make_parts(
             target,
             drafter,
-            verifier=request.verifier if settings.draft_length else make_verifier("coupled"),
-            scheduler=request.scheduler,
-            draft_length=settings.draft_length,
-            verify_length=None,
-            batch_size=settings.batch_size // settings.num_data_shards,
-            max_length=settings.max_length,
-            prefill_chunk=settings.prefill_chunk,
+            EngineConfig(
+                verifier=request.verifier if settings.draft_length else None,
+                scheduler=request.scheduler,
+                draft_length=settings.draft_length,
+                batch_size=settings.batch_size // settings.num_data_shards,
+                max_length=settings.max_length,
+                prefill_chunk=settings.prefill_chunk,
+            ),
         )
 
     def _model(
@@ -275,8 +279,8 @@ class LoopBytes:
                 f"{config.num_kv_heads} heads x ({config.head_size} x {itemsize}{scale}) B"
             )
 
-        target, loop = request.target.config, self._loop(settings, None, None)
-        state = jax.eval_shape(lambda: loop.empty(loop.shape))
+        target, parts = request.target.config, self._parts(settings, None, None)
+        state = jax.eval_shape(lambda: empty(parts, parts.shape))
 
         def num_slots(cache: KVCache) -> int:
             return cache.layers[0].k.shape[0] * BLOCK // rows
@@ -389,7 +393,7 @@ def _round_sizes(settings: PlanSettings, further: Layers) -> tuple[float, ...]:
     times the target's further layers, whose heads a mesh splits."""
     rows, length = settings.batch_size // settings.num_data_shards, settings.draft_length + 1
     per_layer = rows * length / settings.num_model_shards
-    drawn = rows * num_drawn_together(rows, length)
+    drawn = rows * num_drawn_together(rows, length, loops_run_on_host=loops_run_on_host())
     return 1, rows * length, drawn, further.target * per_layer
 
 
