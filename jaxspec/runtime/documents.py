@@ -27,12 +27,46 @@ def make_document(command: str, options: Any, **fields: Any) -> dict[str, Any]:
 
 
 def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:
-    """Writes a document as a JSON file that appears whole or not at all.
+    """Writes a document as a JSON file (`document_text`) that appears whole or not at all.
 
     Raises:
       SettingError: it cannot be written.
     """
-    write_atomically(path, json_text(document, indent=1).encode() + b"\n")
+    write_atomically(path, document_text(document).encode() + b"\n")
+
+
+def document_text(value: Any, *, indent: int = 0) -> str:
+    """`value` as JSON text with one line per record: a list of scalars, a record of scalars and
+    lists of scalars, and everything that fits into 100 columns is on a line of its own.
+
+    Args:
+      value: as for `json_text`.
+      indent: columns in front of the text, for the parts of a document.
+    """
+    text = json_text(value)
+    if _is_line(value) or indent + len(text) <= _COLUMNS:
+        return text
+    line = "\n" + " " * indent
+    if isinstance(value, Mapping):
+        parts = (
+            f"{json_text(name)}: {document_text(part, indent=indent + 1)}"
+            for name, part in value.items()
+        )
+        return f"{{{line} " + f",{line} ".join(parts) + f"{line}}}"
+    parts = (document_text(part, indent=indent + 1) for part in value)
+    return f"[{line} " + f",{line} ".join(parts) + f"{line}]"
+
+
+_COLUMNS = 100
+
+
+def _is_line(value: Any) -> bool:
+    """Whether a value is a scalar, a list of scalars, or a record of scalars and such lists."""
+    if isinstance(value, Mapping):
+        return not any(isinstance(part, Mapping) or not _is_line(part) for part in value.values())
+    if isinstance(value, (list, tuple)):
+        return not any(isinstance(part, (Mapping, list, tuple)) for part in value)
+    return True
 
 
 def json_text(value: Any, **options: Any) -> str:

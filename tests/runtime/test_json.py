@@ -3,7 +3,7 @@
 import json
 import math
 
-from jaxspec.runtime.documents import json_text, write_document
+from jaxspec.runtime.documents import document_text, json_text, write_document
 
 
 def refuse(constant):
@@ -17,3 +17,13 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     write_document(value, tmp_path / "document.json")
     written = (tmp_path / "document.json").read_text()
     assert json.loads(written, parse_constant=refuse) == expected
+
+
+def test_a_record_is_a_line_of_a_document():
+    run = {"name": "a", "speeds": [1.5] * 40, "nested": {"x": 1}}
+    value = {"short": {"x": [[1], [2]]}, "runs": [run, {"speeds": list(range(40))}], "empty": []}
+    lines = document_text(value).split("\n")
+    assert lines[:3] == ["{", ' "short": {"x": [[1], [2]]},', ' "runs": [']
+    assert lines[4:7] == ['   "name": "a",', f'   "speeds": {[1.5] * 40},', '   "nested": {"x": 1}']
+    assert lines[8:] == [f'  {{"speeds": {list(range(40))}}}', " ],", ' "empty": []', "}"]
+    assert json.loads("\n".join(lines)) == value
