@@ -36,8 +36,8 @@ def write_document(document: Mapping[str, Any], path: pathlib.Path) -> None:
 
 
 def document_text(value: Any, *, indent: int = 0) -> str:
-    """`value` as JSON text with one line per record: a list of scalars, a record of scalars and
-    lists of scalars, and everything that fits into 100 columns is on a line of its own.
+    """`value` as JSON text of few lines: a list of scalars and a record of scalars and lists of
+    scalars are on one line each, and the parts of everything else fill lines of 100 columns.
 
     Args:
       value: as for `json_text`.
@@ -46,15 +46,24 @@ def document_text(value: Any, *, indent: int = 0) -> str:
     text = json_text(value)
     if _is_line(value) or indent + len(text) <= _COLUMNS:
         return text
-    line = "\n" + " " * indent
     if isinstance(value, Mapping):
-        parts = (
+        opening, closing = "{}"
+        parts = [
             f"{json_text(name)}: {document_text(part, indent=indent + 1)}"
             for name, part in value.items()
-        )
-        return f"{{{line} " + f",{line} ".join(parts) + f"{line}}}"
-    parts = (document_text(part, indent=indent + 1) for part in value)
-    return f"[{line} " + f",{line} ".join(parts) + f"{line}]"
+        ]
+    else:
+        opening, closing = "[]"
+        parts = [document_text(part, indent=indent + 1) for part in value]
+    lines = parts[:1]
+    for part in parts[1:]:
+        joined = f"{lines[-1]}, {part}"
+        if indent + len(joined) < _COLUMNS and "\n" not in joined:
+            lines[-1] = joined
+        else:
+            lines.append(part)
+    line = "\n" + " " * indent
+    return f"{opening}{line} " + f",{line} ".join(lines) + f"{line}{closing}"
 
 
 _COLUMNS = 100

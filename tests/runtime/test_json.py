@@ -19,11 +19,23 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     assert json.loads(written, parse_constant=refuse) == expected
 
 
-def test_a_record_is_a_line_of_a_document():
-    run = {"name": "a", "speeds": [1.5] * 40, "nested": {"x": 1}}
-    value = {"short": {"x": [[1], [2]]}, "runs": [run, {"speeds": list(range(40))}], "empty": []}
+def test_records_and_lists_are_lines_of_a_document():
+    speeds = [1.5] * 40
+    run = {"name": "a", "batch": 1, "speeds": speeds, "nested": {"x": {}}, "is_new": True}
+    value = {"short": {"x": [[1], [2]]}, "runs": [run, {"speeds": speeds}], "empty": []}
     lines = document_text(value).split("\n")
-    assert lines[:3] == ["{", ' "short": {"x": [[1], [2]]},', ' "runs": [']
-    assert lines[4:7] == ['   "name": "a",', f'   "speeds": {[1.5] * 40},', '   "nested": {"x": 1}']
-    assert lines[8:] == [f'  {{"speeds": {list(range(40))}}}', " ],", ' "empty": []', "}"]
+    assert lines == [
+        "{",
+        ' "short": {"x": [[1], [2]]},',
+        ' "runs": [',
+        "  {",
+        '   "name": "a", "batch": 1,',
+        f'   "speeds": {speeds},',
+        '   "nested": {"x": {}}, "is_new": true',
+        "  },",
+        f'  {{"speeds": {speeds}}}',
+        " ],",
+        ' "empty": []',
+        "}",
+    ]
     assert json.loads("\n".join(lines)) == value
