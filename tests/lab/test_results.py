@@ -1,4 +1,4 @@
-"""Committed results: whole, and of a known commit and machine; their counts can be counted again."""
+"""Committed results: whole, of a known commit and machine, and with counts that stand."""
 
 import itertools
 import json
