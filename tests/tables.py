@@ -29,7 +29,9 @@ def of(*files, how="Measured"):
 
 # ------------------------------------------------------------------------------------- the pages
 
-PLACE = re.compile(r"<!-- table: (\w+) -->\n\n(?:\|.*\n)*(?:\n(?:Measured|Predicted) at .*\n)?")
+PLACE = re.compile(
+    r"<!-- table: (\w+) -->\n(?:\n(?:\|.*\n)+)?(?:\n(?:Measured|Predicted) at .*\n)?"
+)
 
 
 def rewritten(page):
@@ -46,7 +48,13 @@ def rendered(name, folder):
     first, *lines = (" | ".join(["", *line, ""]).strip() for line in [header, *rows])
     table = "\n".join([first, "|" + "---|" * len(header), *lines])
     table = re.sub(r"(?<=\|) +(?=\|)", " ", table)
-    origins = ", and at ".join(origin(file, folder, how) for file in files)
+    places = {}
+    for each in files:
+        places.setdefault(each.partition("#")[0], []).append(origin(each, how))
+    origins = ", and at ".join(
+        f"{' and at '.join(dict.fromkeys(each))} ([{pathlib.Path(file).name}]({folder}/{file}))"
+        for file, each in places.items()
+    )
     return f"<!-- table: {name} -->\n\n{table}\n\n{how} at {origins}.\n"
 
 
@@ -58,16 +66,15 @@ def document(name):
     return found["measurements"][part] if part else found
 
 
-def origin(name, folder, how):
-    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels``` and a link to the file."""
+def origin(name, how):
+    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels```; without the machine for what
+    was predicted, which does not depend on it."""
     devices, commit = document(name)["devices"], document(name)["commit"]
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
     kernels = devices.get("kernels_family") or devices["kernels"]
     machine = f" on {devices['cpu_count']} cores{model}, {kernels} kernels"
-    file = name.partition("#")[0]
-    link = f"[{pathlib.Path(file).name}]({folder}/{file})"
     changed = ", with changes," if commit.endswith("+") else ""
-    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''} ({link})"
+    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''}"
 
 
 def main():
@@ -179,9 +186,20 @@ def short(dtype):
     return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
 
 
-def beside_transformers(*found):
+REAL_SIZE = {
+    "bf16, AMX": "AMX",
+    "fp32, AMX": "AMX",
+    "bf16, AVX2": "AVX2",
+    "fp32, AVX2": "AVX2",
+    "bf16, AVX512-BF16 on AMD": "AVX512-BF16",
+    "bf16, AVX-512 on Intel": "AVX-512",
+}
+
+
+@of(*(f"decode-635m-cpu.json#{part}" for part in REAL_SIZE))
+def real_size(*found):
     rows = []
-    for each in found:
+    for processor, each in zip(REAL_SIZE.values(), found, strict=True):
         for size in each["config"]["batch_sizes"]:
             pair = one(each["against"], hf="hf greedy", ours="plain", batch_size=size)
             drafted = one(each["runs"], draft_length=4, batch_size=size)
@@ -189,20 +207,10 @@ def beside_transformers(*found):
             gains = (times(drafted[name]) for name in ("speedup_vs_plain", "speedup_of_rounds"))
             ratios = f"{min(pair['ratios']):.2f} to {max(pair['ratios']):.2f}"
             ratio = f"{pair['ratio_to_hf']:.2f} ({ratios})"
-            rows.append([short(each["config"]["dtype"]), str(size), *rates, ratio, *gains])
-    ratio = "ratio (its range over turns)"
+            dtype = short(each["config"]["dtype"])
+            rows.append([processor, dtype, str(size), *rates, ratio, *gains])
     gains = "speculation, whole run", "speculation, rounds alone"
-    return ["dtype", "batch", "transformers", "plain", ratio, *gains], rows
-
-
-for name, parts in {
-    "real_size": ("bf16, AMX", "fp32, AMX"),
-    "real_size_avx2": ("bf16, AVX2", "fp32, AVX2"),
-    "real_size_amd": ("bf16, AVX512-BF16 on AMD",),
-    "real_size_intel": ("bf16, AVX-512 on Intel",),
-}.items():
-    files = tuple(f"decode-635m-cpu.json#{part}" for part in parts)
-    TABLES[name] = files, beside_transformers, "Measured"
+    return ["", "dtype", "batch", "transformers", "plain", "ratio", *gains], rows
 
 
 @of("kv-cpu.json")
