@@ -9,13 +9,13 @@ import pandas as pd
 import pytest
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.scaling.estimators import (
+from jaxspec.lab.studies.scaling.estimators import (
     acceptance_by_position,
     check_rows,
     estimate,
     estimates_at,
 )
-from jaxspec.lab.scaling.fits import (
+from jaxspec.lab.studies.scaling.fits import (
     Interval,
     LogPolynomial,
     RejectionPower,
@@ -25,8 +25,8 @@ from jaxspec.lab.scaling.fits import (
     hc3_errors,
     resample,
 )
-from jaxspec.lab.scaling.gates import check_gates, word_for
-from jaxspec.lab.scaling.simulate import TRUTHS, Simulation, chain_rate
+from jaxspec.lab.studies.scaling.gates import check_gates, word_for
+from jaxspec.lab.studies.scaling.simulate import TRUTHS, Simulation, chain_rate
 
 pytestmark = pytest.mark.core
 

@@ -14,11 +14,11 @@ from rich.console import Console
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.cost.model import Device, Pair
-from jaxspec.lab.scaling import analyse, print_report, read_rows, write_report
-from jaxspec.lab.scaling.batch import fit_pair, predict_times
-from jaxspec.lab.scaling.power import coverage, recover
-from jaxspec.lab.scaling.report import findings
-from jaxspec.lab.scaling.simulate import TRUTHS, Simulation
+from jaxspec.lab.studies.scaling import analyse, print_report, read_rows, write_report
+from jaxspec.lab.studies.scaling.batch import fit_pair, predict_times
+from jaxspec.lab.studies.scaling.power import coverage, recover
+from jaxspec.lab.studies.scaling.report import findings
+from jaxspec.lab.studies.scaling.simulate import TRUTHS, Simulation
 from jaxspec.models.registry import PRESETS
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "scaling-cpu"

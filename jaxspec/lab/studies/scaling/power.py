@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from jaxspec.errors import named
-from jaxspec.lab.scaling.axes import LINE, Axis, axes_of, fit_axis
-from jaxspec.lab.scaling.estimators import check_rows, estimate, estimates_at
-from jaxspec.lab.scaling.fits import least_squares, resample, weights_of
-from jaxspec.lab.scaling.simulate import TRUTHS, Simulation, Truth
+from jaxspec.lab.studies.scaling.axes import LINE, Axis, axes_of, fit_axis
+from jaxspec.lab.studies.scaling.estimators import check_rows, estimate, estimates_at
+from jaxspec.lab.studies.scaling.fits import least_squares, resample, weights_of
+from jaxspec.lab.studies.scaling.simulate import TRUTHS, Simulation, Truth
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

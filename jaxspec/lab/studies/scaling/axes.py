@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxspec.lab.scaling.estimators import (
+from jaxspec.lab.studies.scaling.estimators import (
     OPTIONAL,
     cumulative_acceptance,
     estimates_at,
     groups,
     select,
 )
-from jaxspec.lab.scaling.fits import (
+from jaxspec.lab.studies.scaling.fits import (
     Form,
     LogPolynomial,
     RejectionPower,
@@ -28,7 +28,7 @@ from jaxspec.lab.scaling.fits import (
     resample,
     weights_of,
 )
-from jaxspec.lab.scaling.gates import MOST_ALL_ACCEPTED, check_gates, word_for
+from jaxspec.lab.studies.scaling.gates import MOST_ALL_ACCEPTED, check_gates, word_for
 
 if TYPE_CHECKING:
     import pandas

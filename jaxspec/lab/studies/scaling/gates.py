@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from jaxspec.lab.scaling.fits import Interval
+from jaxspec.lab.studies.scaling.fits import Interval
 
 LEAST_POINTS, LEAST_DECADES, LEAST_SEEDS = 5, 1.5, 3
 MOST_ALL_ACCEPTED = 0.10

@@ -14,8 +14,8 @@ import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.cost.model import Device, Fit, Pair, Pass, fit_device
-from jaxspec.lab.scaling.estimators import as_numbers, cumulative_by_prompt
-from jaxspec.lab.scaling.fits import Resampled, least_squares, resample
+from jaxspec.lab.studies.scaling.estimators import as_numbers, cumulative_by_prompt
+from jaxspec.lab.studies.scaling.fits import Resampled, least_squares, resample
 
 if TYPE_CHECKING:
     import pandas

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from jaxspec.lab.scaling.simulate import chain_rate
+from jaxspec.lab.studies.scaling.simulate import chain_rate
 
 Statistic = Callable[[np.ndarray], np.ndarray]
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import SettingError, named
-from jaxspec.lab.scaling.axes import FEWEST_POINTS, axes_of, fit_axis, fit_joint
-from jaxspec.lab.scaling.batch import best_widths, check_times, predict_times
-from jaxspec.lab.scaling.estimators import (
+from jaxspec.lab.studies.scaling.axes import FEWEST_POINTS, axes_of, fit_axis, fit_joint
+from jaxspec.lab.studies.scaling.batch import best_widths, check_times, predict_times
+from jaxspec.lab.studies.scaling.estimators import (
     DECODING,
     DRAFTER,
     acceptance_by_position,
