@@ -6,6 +6,7 @@ the hardware named.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import pathlib
 from collections.abc import Sequence
@@ -60,21 +61,27 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
     Raises:
       SettingError: matplotlib is not installed, or a file cannot be written.
     """
-    cells, claims = document["cells"], check_claims(document["cells"])
-    plots, found = make_plots(cells), findings(cells)
-    kept = {
-        name: {key: value for key, value in cell.items() if key not in ("rows", "token_ids")}
-        for name, cell in cells.items()
-    }
-    added = {"claims": list(map(dataclasses.asdict, claims)), "findings": found, "cells": kept}
-    write_document(document | added, output / "study.json")
-    for plot in plots:
+    cells = document["cells"]
+    claims = list(map(dataclasses.asdict, check_claims(cells)))
+    found = {"claims": claims, "findings": findings(cells), **_written(cells)}
+    write_document(document | found, output / "study.json")
+    for plot in make_plots(cells):
         write_atomically(output / f"{plot.name}.png", plot.png())
+    write_html(document, output / "study.html")
+
+
+def write_html(document: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the page of a study, from the document of `Study.run` or from a `study.json`.
+
+    Raises:
+      SettingError: matplotlib is not installed, or the file cannot be written.
+    """
+    cells = document["cells"]
     write_page(
-        output / "study.html",
+        path,
         title="Study of batched speculative decoding",
-        summary=claims_table(claims),
-        findings=found,
+        summary=claims_table(check_claims(cells)),
+        findings=findings(cells),
         paragraphs=[
             "EQSPEC and EXSPEC run as published: the aligned layout with static batches or with "
             "the same-length pool, no bonus token after a full acceptance, drafts of the batch's "
@@ -85,8 +92,32 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
             f"Published figures stand on a tinted ground: {theirs.SOURCE}; {theirs.HARDWARE}",
         ],
         tables=[TextTable.of_values("Setup", _setup(document)), *make_tables(cells)],
-        plots=plots,
+        plots=make_plots(cells),
     )
+
+
+def _written(cells: Cells) -> dict[str, Any]:
+    """Cells as `study.json` has them, without what only serves resuming. The provenance of the
+    first cell is that of the document (a cell of another keeps its own). `engine` has the settings
+    that all engines have in common."""
+    cells = copy.deepcopy(dict(cells))
+    parts = [each for cell in cells.values() for each in (cell, *cell.get("systems", {}).values())]
+    engines = [part["engine"] for part in parts if "engine" in part]
+    common = {
+        name: value
+        for name, value in engines[0].items()
+        if all(name in engine and engine[name] == value for engine in engines)
+    }
+    for engine in engines:
+        for name in common:
+            del engine[name]
+    first = next(iter(cells.values()))["provenance"]
+    for cell in cells.values():
+        for name in ("rows", "token_ids", "run_s", "plain_run_s"):
+            cell.pop(name, None)
+        if cell["provenance"] == first:
+            del cell["provenance"]
+    return {**first, "engine": common, "cells": cells}
 
 
 def print_report(cells: Cells, console: Console) -> None:
@@ -169,7 +200,7 @@ def findings(cells: Cells) -> list[str]:
             f"layout, and {max(ragged):.1%} of the ragged one's: its program holds no realignment."
         )
     busiest = max((cell.get("load_average") or 0.0 for cell in cells.values()), default=0.0)
-    num_cpus = next(iter(cells.values()))["provenance"]["devices"]["cpu_count"] if cells else 1
+    num_cpus = min((cell["cpu_count"] for cell in cells.values()), default=1)
     if (remark := load_remark(busiest, num_cpus)) is not None:
         found.append(f"{remark} Rounds, positions and tokens do not depend on it.")
     replays = cells.get("grouping", {}).get("replays")

@@ -68,7 +68,8 @@ def analyse(
     Every axis (see `axes.axes_of`) of every way of decoding is fitted, and the gates say whether
     the line may be called a law. The *main* way of decoding has the longest drafts, and of these
     rejection sampling and the most prompts: its figures are drawn, and all its curves have
-    intervals; of the others the log-linear one does.
+    intervals. Of the others the document has tau at every point, the slope of the log-linear curve,
+    and what the gates say.
 
     Args:
       rows: one per target, drafter, tokens, seed, way of decoding and prompt; the columns of
@@ -120,7 +121,8 @@ def analyse(
                 resamples_all=index == 0,
                 with_band=index == 0,
             )
-            axes.append({"decoding": decoding, "is_main": index == 0, **fitted})
+            shown = fitted if index == 0 else _in_short(fitted)
+            axes.append({"decoding": decoding, "is_main": index == 0, **shown})
         if (of_both := fit_joint(own, num_draws=num_draws, random=random)) is not None:
             joint.append({"decoding": decoding, "is_main": index == 0, **of_both})
         if index == 0:
@@ -160,6 +162,13 @@ def analyse(
             name: _only(rows, name) for name in ("recipe", "version", "commit") if name in rows
         },
     }
+
+
+def _in_short(axis: dict[str, Any]) -> dict[str, Any]:
+    """What a document has of an axis of another than the main way of decoding."""
+    names = ("axis", "fixed", "title", "response", "slope_per_decade", "word", "sentence")
+    points = [{"x": point["x"], "tau": point["tau"]} for point in axis["points"]]
+    return {name: axis[name] for name in names} | {"points": points}
 
 
 def _with_common_tokens(rows: pandas.DataFrame) -> pandas.DataFrame:

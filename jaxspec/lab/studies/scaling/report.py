@@ -40,10 +40,18 @@ def write_report(document: Document, path: pathlib.Path) -> None:
     """
     path = pathlib.Path(path)
     page = path if path.suffix == ".html" else path / PAGE
-    plots = make_plots(document)
     write_document(document, page.with_suffix(".json"))
-    for plot in plots:
+    for plot in make_plots(document):
         write_atomically(page.parent / f"{plot.name}.png", plot.png())
+    write_html(document, page)
+
+
+def write_html(document: Document, page: pathlib.Path) -> None:
+    """Writes the page of a study, from the document of `analyse` or from a `scaling.json`.
+
+    Raises:
+      SettingError: matplotlib is not installed, or the file cannot be written.
+    """
     laws = [axis for axis in main_axes(document) if axis["word"] == "law"]
     of_main = f"{len(laws)} of {len(main_axes(document))} axes pass every gate."
     write_page(
@@ -54,7 +62,7 @@ def write_report(document: Document, path: pathlib.Path) -> None:
         findings=findings(document),
         paragraphs=PARAGRAPHS,
         tables=[setup_table(document), *make_tables(document)],
-        plots=plots,
+        plots=make_plots(document),
     )
 
 
@@ -259,9 +267,14 @@ def make_tables(document: Document) -> list[TextTable]:
         tables.append(batch_table(document["batch"]))
     for decoding in dict.fromkeys(_decoding(axis["decoding"]) for axis in others):
         own = [axis for axis in others if _decoding(axis["decoding"]) == decoding]
-        table = slopes_table(own)
-        tables.append(TextTable(title=f"{table.title}: {decoding}", header=table.header,
-                                rows=table.rows))  # fmt: skip
+        columns: Columns = {
+            "axis": "{title}",
+            "points": lambda axis: len(axis["points"]),
+            "fitted": "{response}",
+            "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
+            "word": "{word}",
+        }
+        tables.append(TextTable.of_columns(f"What acceptance gains: {decoding}", columns, own))
     return tables
 
 
