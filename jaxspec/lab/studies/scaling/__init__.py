@@ -8,8 +8,8 @@ prompts. What comes out is a row for every drafter, prompt, verifier and draft l
 by position; `analyse` fits and judges them, these or rows of one's own. Every result is a cell,
 written to the disk as soon as it is known, so an interrupted study goes on where it stopped.
 
-The sizes make a cross: all `layers` at the first of `widths`, and all `widths` at
-`reference_layers`. The drafter in its middle, the reference, is also trained with every seed and
+The sizes make a cross: all `layers` at the first of `widths`, and all `widths` at the first of
+`layers`. The drafter of the first of both, the reference, is also trained with every seed and
 decoded at every batch size; the others with the first seed.
 """
 

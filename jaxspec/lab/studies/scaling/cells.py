@@ -87,7 +87,7 @@ class Running:
         for name in _CHOOSE_CELLS:
             del config[name]
         header = {
-            "config": config,
+            "config": config | {"reference": settings.reference.name},
             "inputs": self.inputs,
             "models": self.models,
             "kernels": self.target.kernels,

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from jaxspec.lab.studies.scaling.fits import Interval
 
 LEAST_POINTS, LEAST_DECADES, LEAST_SEEDS = 5, 1.5, 3
 MOST_ALL_ACCEPTED = 0.10
 MOST_DECADES_BEYOND = 1.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Gate:
     """One condition.
 
@@ -29,17 +27,13 @@ class Gate:
     found: str
     passes: bool
 
-    def to_json(self) -> dict[str, Any]:
-        """Fields."""
-        return dataclasses.asdict(self)
-
 
 def check_gates(
     *,
     num_points: int,
     decades: float,
-    held_out: dict[str, Any] | None,
-    curvature: Interval | None,
+    held_out: Mapping[str, Any] | None,
+    curvature: Mapping[str, float] | None,
     all_accepted: float,
     response: str,
     num_seeds: int,
@@ -51,63 +45,68 @@ def check_gates(
       num_points: n.
       decades: that they span.
       held_out: of the log-linear fit without the largest point: `observed`, `predicted`, `low` and
-        `high` of its 95 % prediction interval; None if there are too few points for it.
-      curvature: of the quadratic term.
+        `high` of its 95 % prediction interval, and `is_inside`; None if there are too few points.
+      curvature: `value`, `low` and `high` of the quadratic term; None as before.
       all_accepted: chance at the largest point that a whole draft is accepted.
       response: `tau`, or `logit` of the rate.
       num_seeds: that were trained at every point.
       decades_beyond: how far beyond the largest point a prediction goes.
     """
-    held_found, is_inside = "too few points to leave one out", False
+    held_found, curve_found = (
+        "too few points to leave one out",
+        "too few points for a quadratic term",
+    )
     if held_out is not None:
-        is_inside = bool(held_out["is_inside"])
         held_found = "{observed:.3f} measured, {predicted:.3f} predicted ({low:.3f} to {high:.3f})"
         held_found = held_found.format_map(held_out)
-    curve_found, is_straight = "too few points for a quadratic term", False
     if curvature is not None:
-        is_straight = curvature.holds_zero
-        curve_found = f"{curvature.value:+.3f} ({curvature.low:+.3f} to {curvature.high:+.3f})"
-    of_logit = ", and the logit of the rate is fitted" if response == "logit" else ""
+        curve_found = "{value:+.3f} ({low:+.3f} to {high:+.3f})".format_map(curvature)
+    is_logit = response == "logit"
     return [
         Gate(
-            name="points",
-            requirement=f"at least {LEAST_POINTS} over at least {LEAST_DECADES} decades",
-            found=f"{num_points} over {decades:.2f}",
+            "points",
+            f"at least {LEAST_POINTS} over at least {LEAST_DECADES} decades",
+            f"{num_points} over {decades:.2f}",
             # Token counts are whole batches, so 32 times as many may be 31.9 times.
-            passes=num_points >= LEAST_POINTS and decades >= LEAST_DECADES - 0.01,
+            num_points >= LEAST_POINTS and decades >= LEAST_DECADES - 0.01,
         ),
         Gate(
-            name="largest point held out",
-            requirement="inside the 95 % prediction interval of the others",
-            found=held_found,
-            passes=is_inside,
+            "largest point held out",
+            "inside the 95 % prediction interval of the others",
+            held_found,
+            held_out is not None and held_out["is_inside"],
         ),
         Gate(
-            name="no curvature",
-            requirement="the 95 % interval of a quadratic term holds 0",
-            found=curve_found,
-            passes=is_straight,
+            "no curvature",
+            "the 95 % interval of a quadratic term holds 0",
+            curve_found,
+            curvature is not None and holds_zero(curvature),
         ),
         Gate(
-            name="not saturated",
-            requirement=f"P(all accepted) < {MOST_ALL_ACCEPTED:.2f} at the largest point, or the "
-            "logit of the rate is fitted",
-            found=f"{all_accepted:.3f}{of_logit}",
-            passes=all_accepted < MOST_ALL_ACCEPTED or response == "logit",
+            "not saturated",
+            f"P(all accepted) < {MOST_ALL_ACCEPTED:.2f} at the largest point, or the logit of the "
+            "rate is fitted",
+            f"{all_accepted:.3f}{', and the logit of the rate is fitted' if is_logit else ''}",
+            all_accepted < MOST_ALL_ACCEPTED or is_logit,
         ),
         Gate(
-            name="seeds",
-            requirement=f"at least {LEAST_SEEDS} at every point",
-            found=str(num_seeds),
-            passes=num_seeds >= LEAST_SEEDS,
+            "seeds",
+            f"at least {LEAST_SEEDS} at every point",
+            str(num_seeds),
+            num_seeds >= LEAST_SEEDS,
         ),
         Gate(
-            name="extrapolation",
-            requirement=f"at most {MOST_DECADES_BEYOND:g} decade, and marked",
-            found=f"{decades_beyond:g}",
-            passes=decades_beyond <= MOST_DECADES_BEYOND,
+            "extrapolation",
+            f"at most {MOST_DECADES_BEYOND:g} decade, and marked",
+            f"{decades_beyond:g}",
+            decades_beyond <= MOST_DECADES_BEYOND,
         ),
     ]
+
+
+def holds_zero(interval: Mapping[str, float]) -> bool:
+    """Whether 0 lies between the ends `low` and `high`."""
+    return interval["low"] <= 0.0 <= interval["high"]
 
 
 def word_for(gates: Sequence[Gate]) -> str:

@@ -186,12 +186,7 @@ def points_table(axis: Axis) -> TextTable:
         "greedy agreement": "{greedy_agreement:.3f}",
         "held-out loss": "{held_out_loss:.3f}",
     }
-    known = {name: column for name, column in columns.items() if _is_known(column, axis["points"])}
-    return TextTable.of_columns(f"Points, {axis['title']}", known, axis["points"])
-
-
-def _is_known(column: Any, points: Sequence[dict[str, Any]]) -> bool:
-    return callable(column) or all(column[1:].split(":")[0] in point for point in points)
+    return TextTable.of_columns(f"Points, {axis['title']}", columns, axis["points"])
 
 
 def fits_table(axis: Axis) -> TextTable:
@@ -202,28 +197,11 @@ def fits_table(axis: Axis) -> TextTable:
             f"{name} {value:.4g}" for name, value in fit["params"].items()
         ),
         "R^2": "{r_squared:.4f}",
-        "AICc": "{aicc:.1f}",
         "error held out": lambda fit: _signed(fit["held_out"]),
         "extrapolated to": "{extrapolated[x]:,.0f}",
         "gives": lambda fit: _interval(fit["extrapolated"], ".3f"),
     }
     return TextTable.of_columns(f"Curves, {axis['title']}", columns, axis["fits"])
-
-
-def joint_table(joint: Sequence[dict[str, Any]]) -> TextTable:
-    """A line per way of decoding: the fit over tokens and parameters together."""
-    columns: Columns = {
-        "decoding": lambda fit: _decoding(fit["decoding"]),
-        "points": "{num_points}",
-        **{
-            f"{name}: {meaning}": lambda fit, name=name: _interval(fit["params"][name], "+.3f")
-            for name, meaning in (("b", "tokens"), ("c", "parameters"), ("e", "both"))
-        },
-        "rms error, largest tokens held out": "{held_out_rms_error:.3f}",
-    }
-    return TextTable.of_columns(
-        "tau = a + b log10 D + c log10 N + e log10 D log10 N", columns, joint
-    )
 
 
 def batch_table(found: Sequence[dict[str, Any]]) -> TextTable:
@@ -261,20 +239,19 @@ def make_tables(document: Document) -> list[TextTable]:
     axes = main_axes(document)
     others = [axis for axis in document["axes"] if not axis["is_main"]]
     tables = [make(axis) for axis in axes for make in (gates_table, points_table, fits_table)]
-    if document["joint"]:
-        tables.append(joint_table(document["joint"]))
     if document["batch"]:
         tables.append(batch_table(document["batch"]))
-    for decoding in dict.fromkeys(_decoding(axis["decoding"]) for axis in others):
-        own = [axis for axis in others if _decoding(axis["decoding"]) == decoding]
+    if others:
         columns: Columns = {
+            "decoding": lambda axis: _decoding(axis["decoding"]),
             "axis": "{title}",
             "points": lambda axis: len(axis["points"]),
             "fitted": "{response}",
             "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
             "word": "{word}",
         }
-        tables.append(TextTable.of_columns(f"What acceptance gains: {decoding}", columns, own))
+        title = "What acceptance gains, other ways of decoding"
+        tables.append(TextTable.of_columns(title, columns, others))
     return tables
 
 
@@ -289,8 +266,6 @@ def _num_passing(axis: Axis) -> int:
 
 
 def _interval(found: dict[str, Any], form: str) -> str:
-    if found.get("low") is None or found.get("high") is None:
-        return f"{found['value']:{form}}"
     return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
 
 
@@ -343,14 +318,10 @@ def _plot_axis(axis: Axis) -> Plot:
     for place, (fit, colour) in enumerate(zip(axis["fits"], colours, strict=False), start=1):
         if (held_out := fit["held_out"]) is None:
             continue
-        style = {"color": colour, "fmt": "D", "markersize": 5, "fillstyle": "none", "capsize": 4}
-        ends = None
-        if "low" in held_out:
-            value = held_out["predicted"]
-            ends = [[value - held_out["low"]], [held_out["high"] - value]]
+        predicted = [{**held_out, "value": held_out["predicted"]}]
         label = f"largest point from the others: {fit['form']}"
         beside = held_out["x"] * (x[-1] / x[0]) ** (0.02 * place)  # or they would hide one another
-        top.errorbar([beside], [held_out["predicted"]], yerr=ends, label=label, **style)
+        _whiskers(top, [beside], predicted, fmt="D", fillstyle="none", color=colour, label=label)
     top.set(ylabel=RESPONSES[axis["response"]], title=f"{axis['title']}: a {axis['word']}")
     top.legend(frameon=False, fontsize=7, loc="upper left")
     bottom.axhline(0, color=GREY, linewidth=1)
@@ -432,8 +403,7 @@ def _whiskers(
     axes: Any, x: Sequence[float], found: Sequence[dict[str, Any]], fmt: str = "o", **style: Any
 ) -> None:
     values = [each["value"] for each in found]
-    ends = [
-        [0.0 if each["low"] is None else max(each["value"] - each["low"], 0.0) for each in found],
-        [0.0 if each["high"] is None else max(each["high"] - each["value"], 0.0) for each in found],
-    ]
+    # A value may lie outside the interval of its draws; whiskers cannot.
+    ends = [[max(each["value"] - each["low"], 0.0) for each in found],
+            [max(each["high"] - each["value"], 0.0) for each in found]]  # fmt: skip
     axes.errorbar(x, values, yerr=ends, fmt=fmt, markersize=4, capsize=3, **style)
