@@ -271,7 +271,9 @@ def test_tables_hold_what_was_measured(committed):
     cell = next(cell for cell in committed["cells"].values() if "time_breakdown" in cell)
     assert (one.system, one.batch_size) == (cell["system"], cell["batch_size"])
     found = cell["time_breakdown"]
-    assert one["host share"] == found["seconds"]["host"] / found["wall_s"]
+    assert one["draft share"] == found["seconds"]["draft"] / found["wall_s"]
+    shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "regroup", "rest")]
+    assert sum(shares) == pytest.approx(1.0)
     rounds = tables["Rounds and token-positions"]
     four = committed["cells"]["rounds-b4"]
     listed = rounds[rounds.system.str.startswith("list schedule, rows") & (rounds.batch_size == 4)]

@@ -220,9 +220,8 @@ def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
             published.reset_index(names="system")
         ),
         "Throughput (whole runs, prefill included) and rounds": _fields(decoded, _THROUGHPUT),
-        "Time breakdown: milliseconds per call of parts compiled alone, timed on a state from the "
-        "middle of the run; shares of the wall time (of draft, verify, align and regroup calls "
-        "times milliseconds; rounds, prefill and host are timed in the run itself)": pd.concat(
+        "Time breakdown: milliseconds per call of parts compiled alone, timed on rows in "
+        "mid-decode; shares of the wall time, of the parts calls times milliseconds": pd.concat(
             [_fields(timed, _RATES), _milliseconds(timed), _shares(timed).add_suffix(" share")],
             axis=1,
         ),
@@ -297,10 +296,12 @@ def _milliseconds(timed: Sequence[Cell]) -> pandas.DataFrame:
 
 
 def _shares(timed: Sequence[Cell]) -> pandas.DataFrame:
-    """Fractions of the wall time by part, a row per cell."""
+    """Fractions of the wall time by part, a row per cell; the rest is what the parts leave."""
     pd = import_extra("pandas", "the report of a study")
     seconds = pd.DataFrame([cell["time_breakdown"]["seconds"] for cell in timed])
-    return seconds.div([cell["time_breakdown"]["wall_s"] for cell in timed], axis=0)
+    wall_s = [cell["time_breakdown"]["wall_s"] for cell in timed]
+    shares = seconds.reindex(columns=["draft", "verify", "align", "regroup"]).div(wall_s, axis=0)
+    return shares.assign(rest=1 - shares.sum(axis=1))
 
 
 def _text_table(title: str, frame: pandas.DataFrame) -> TextTable:

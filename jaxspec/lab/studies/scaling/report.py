@@ -22,28 +22,25 @@ LABELS = {
     "parameters": "parameters without the embedding",
 }
 RESPONSES = {"tau": "tokens per round (tau)", "logit": "logit of the acceptance rate"}
-PAGE = "scaling.html"
 
 Axis = dict[str, Any]
 Document = dict[str, Any]
 
 
-def write_report(document: Document, path: pathlib.Path) -> None:
-    """Writes `scaling.html`, and beside it `scaling.json` and a PNG file per plot.
+def write_report(document: Document, directory: pathlib.Path) -> None:
+    """Writes `scaling.json`, `scaling.html` and a PNG file per plot.
 
     Args:
       document: of `analyse`.
-      path: the directory, or the page's file in it (`.html`).
+      directory: where to.
 
     Raises:
       SettingError: matplotlib is not installed, or a file cannot be written.
     """
-    path = pathlib.Path(path)
-    page = path if path.suffix == ".html" else path / PAGE
-    write_document(document, page.with_suffix(".json"))
+    write_document(document, directory / "scaling.json")
     for plot in make_plots(document):
-        write_atomically(page.parent / f"{plot.name}.png", plot.png())
-    write_html(document, page)
+        write_atomically(directory / f"{plot.name}.png", plot.png())
+    write_html(document, directory / "scaling.html")
 
 
 def write_html(document: Document, page: pathlib.Path) -> None:
@@ -291,14 +288,10 @@ def make_plots(document: Document) -> list[Plot]:
     ranked = sorted(axes, key=lambda axis: (len(axis["seeds"]), len(axis["points"])), reverse=True)
     drawn = {axis["axis"]: axis for axis in reversed(ranked)}
     plots = [_plot_axis(drawn[name]) for name in LABELS if name in drawn]
-    if len([axis for axis in axes if axis["axis"] == "tokens"]) > 1:
-        plots.append(_plot_drafters([axis for axis in axes if axis["axis"] == "tokens"]))
+    if len(of_tokens := [axis for axis in axes if axis["axis"] == "tokens"]) > 1:
+        plots.append(_plot_drafters(of_tokens))
     plots.append(_plot_positions(document["acceptance_by_position"]))
-    for found in document["batch"] or ():
-        plots.append(_plot_widths(found))
-        if found["prediction"] is not None:
-            plots.append(_plot_predicted(found))
-    return plots
+    return [*plots, *map(_plot_widths, document["batch"] or ())]
 
 
 def _plot_axis(axis: Axis) -> Plot:
@@ -383,20 +376,6 @@ def _plot_widths(found: dict[str, Any]) -> Plot:
     axes.legend(frameon=False, fontsize=8)
     caption = f"The draft length that pays, {found['drafter']} (0 is plain decoding)"
     return Plot(name=f"widths-{found['drafter']}", caption=caption, figure=figure)
-
-
-def _plot_predicted(found: dict[str, Any]) -> Plot:
-    figure, axes = new_figure(size=(4.8, 4.2))
-    for cell in found["batches"]:
-        measured = [each["tokens_per_s"] for each in cell["choices"]]
-        predicted = [each["predicted_tokens_per_s"] for each in cell["choices"]]
-        axes.plot(measured, predicted, "o", markersize=4, label=f"batch {cell['batch']}")
-    low, high = axes.get_xlim()
-    axes.plot([low, high], [low, high], "-", color=GREY, linewidth=1)
-    axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xscale="log", yscale="log")
-    axes.legend(frameon=False, fontsize=7)
-    caption = f"The cost model, {found['drafter']}: predicted over measured"
-    return Plot(name=f"predicted-{found['drafter']}", caption=caption, figure=figure)
 
 
 def _whiskers(
