@@ -6,8 +6,8 @@ import tempfile
 
 from mkdocs.structure.files import File
 
-from jaxspec.lab.scaling import report as scaling
 from jaxspec.lab.studies import report as published
+from jaxspec.lab.studies.scaling import report as scaling
 
 STUDIES = {
     "results/study-cpu/study": published.write_html,

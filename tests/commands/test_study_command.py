@@ -56,7 +56,6 @@ def options_of(out, corpora, target, prompts, **changes):
         "prompts": prompts,
         "out": out,
         "layers": (1, 2),
-        "reference_layers": 1,
         "widths": (32,),
         "tokens": TOKENS,
         "other_tokens": TOKENS[1:],
@@ -263,7 +262,7 @@ def shipped_settings():
     names = ("layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds")
     return scaling.ScalingSettings(
         **{name: tuple(config[name]) for name in names},
-        **{name: config[name] for name in ("reference_layers", "batch_tokens", "warmup_steps")},
+        **{name: config[name] for name in ("batch_tokens", "warmup_steps")},
     )
 
 
@@ -330,11 +329,9 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
         ("would leave before the 2 steps", {"tokens": (64, 512)}),
         ("32 tokens has 0 steps of 64", {"tokens": (32, 512), "warmup_steps": 0}),
         ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
-        ("none of --layers", {"reference_layers": 3}),
         ("different numbers", {"seeds": (0, 0)}),
         ("multiples of 32", {"widths": (40,)}),
         ("--held-out names novels", {"held_out": ("novels",)}),
-        ("between 0 and 1", {"texts_share": 1.0}),
         ("at least 1", {"draft_lengths": ()}),
     ]
     for words, changes in cases:

@@ -83,9 +83,8 @@ class WorkloadOptions(PairBench):
     """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     """Rows decoded together."""
-    pool: int = 48
-    """Rows of the pool, at least twice the batch size."""
 
+    pool: ClassVar[int] = 48  # rows of the pool, at least twice the batch size
     quick: ClassVar[bool] = False
     repeats: ClassVar[int] = 1
     oracle: ClassVar[float | None] = None

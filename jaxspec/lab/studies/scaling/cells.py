@@ -20,7 +20,6 @@ from jaxspec.lab.bench.cells import Cell, CellStore
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.measure import Say
 from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings
-from jaxspec.lab.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
     Decoder,
@@ -30,6 +29,7 @@ from jaxspec.lab.studies.scaling.decoding import (
     rows_of,
 )
 from jaxspec.lab.studies.scaling.drafters import Drafters
+from jaxspec.lab.studies.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -87,7 +87,7 @@ class Running:
         for name in _CHOOSE_CELLS:
             del config[name]
         header = {
-            "config": config,
+            "config": config | {"reference": settings.reference.name},
             "inputs": self.inputs,
             "models": self.models,
             "kernels": self.target.kernels,

@@ -22,28 +22,25 @@ LABELS = {
     "parameters": "parameters without the embedding",
 }
 RESPONSES = {"tau": "tokens per round (tau)", "logit": "logit of the acceptance rate"}
-PAGE = "scaling.html"
 
 Axis = dict[str, Any]
 Document = dict[str, Any]
 
 
-def write_report(document: Document, path: pathlib.Path) -> None:
-    """Writes `scaling.html`, and beside it `scaling.json` and a PNG file per plot.
+def write_report(document: Document, directory: pathlib.Path) -> None:
+    """Writes `scaling.json`, `scaling.html` and a PNG file per plot.
 
     Args:
       document: of `analyse`.
-      path: the directory, or the page's file in it (`.html`).
+      directory: where to.
 
     Raises:
       SettingError: matplotlib is not installed, or a file cannot be written.
     """
-    path = pathlib.Path(path)
-    page = path if path.suffix == ".html" else path / PAGE
-    write_document(document, page.with_suffix(".json"))
+    write_document(document, directory / "scaling.json")
     for plot in make_plots(document):
-        write_atomically(page.parent / f"{plot.name}.png", plot.png())
-    write_html(document, page)
+        write_atomically(directory / f"{plot.name}.png", plot.png())
+    write_html(document, directory / "scaling.html")
 
 
 def write_html(document: Document, page: pathlib.Path) -> None:
@@ -186,12 +183,7 @@ def points_table(axis: Axis) -> TextTable:
         "greedy agreement": "{greedy_agreement:.3f}",
         "held-out loss": "{held_out_loss:.3f}",
     }
-    known = {name: column for name, column in columns.items() if _is_known(column, axis["points"])}
-    return TextTable.of_columns(f"Points, {axis['title']}", known, axis["points"])
-
-
-def _is_known(column: Any, points: Sequence[dict[str, Any]]) -> bool:
-    return callable(column) or all(column[1:].split(":")[0] in point for point in points)
+    return TextTable.of_columns(f"Points, {axis['title']}", columns, axis["points"])
 
 
 def fits_table(axis: Axis) -> TextTable:
@@ -202,28 +194,11 @@ def fits_table(axis: Axis) -> TextTable:
             f"{name} {value:.4g}" for name, value in fit["params"].items()
         ),
         "R^2": "{r_squared:.4f}",
-        "AICc": "{aicc:.1f}",
         "error held out": lambda fit: _signed(fit["held_out"]),
         "extrapolated to": "{extrapolated[x]:,.0f}",
         "gives": lambda fit: _interval(fit["extrapolated"], ".3f"),
     }
     return TextTable.of_columns(f"Curves, {axis['title']}", columns, axis["fits"])
-
-
-def joint_table(joint: Sequence[dict[str, Any]]) -> TextTable:
-    """A line per way of decoding: the fit over tokens and parameters together."""
-    columns: Columns = {
-        "decoding": lambda fit: _decoding(fit["decoding"]),
-        "points": "{num_points}",
-        **{
-            f"{name}: {meaning}": lambda fit, name=name: _interval(fit["params"][name], "+.3f")
-            for name, meaning in (("b", "tokens"), ("c", "parameters"), ("e", "both"))
-        },
-        "rms error, largest tokens held out": "{held_out_rms_error:.3f}",
-    }
-    return TextTable.of_columns(
-        "tau = a + b log10 D + c log10 N + e log10 D log10 N", columns, joint
-    )
 
 
 def batch_table(found: Sequence[dict[str, Any]]) -> TextTable:
@@ -261,20 +236,19 @@ def make_tables(document: Document) -> list[TextTable]:
     axes = main_axes(document)
     others = [axis for axis in document["axes"] if not axis["is_main"]]
     tables = [make(axis) for axis in axes for make in (gates_table, points_table, fits_table)]
-    if document["joint"]:
-        tables.append(joint_table(document["joint"]))
     if document["batch"]:
         tables.append(batch_table(document["batch"]))
-    for decoding in dict.fromkeys(_decoding(axis["decoding"]) for axis in others):
-        own = [axis for axis in others if _decoding(axis["decoding"]) == decoding]
+    if others:
         columns: Columns = {
+            "decoding": lambda axis: _decoding(axis["decoding"]),
             "axis": "{title}",
             "points": lambda axis: len(axis["points"]),
             "fitted": "{response}",
             "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
             "word": "{word}",
         }
-        tables.append(TextTable.of_columns(f"What acceptance gains: {decoding}", columns, own))
+        title = "What acceptance gains, other ways of decoding"
+        tables.append(TextTable.of_columns(title, columns, others))
     return tables
 
 
@@ -289,8 +263,6 @@ def _num_passing(axis: Axis) -> int:
 
 
 def _interval(found: dict[str, Any], form: str) -> str:
-    if found.get("low") is None or found.get("high") is None:
-        return f"{found['value']:{form}}"
     return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
 
 
@@ -316,14 +288,10 @@ def make_plots(document: Document) -> list[Plot]:
     ranked = sorted(axes, key=lambda axis: (len(axis["seeds"]), len(axis["points"])), reverse=True)
     drawn = {axis["axis"]: axis for axis in reversed(ranked)}
     plots = [_plot_axis(drawn[name]) for name in LABELS if name in drawn]
-    if len([axis for axis in axes if axis["axis"] == "tokens"]) > 1:
-        plots.append(_plot_drafters([axis for axis in axes if axis["axis"] == "tokens"]))
+    if len(of_tokens := [axis for axis in axes if axis["axis"] == "tokens"]) > 1:
+        plots.append(_plot_drafters(of_tokens))
     plots.append(_plot_positions(document["acceptance_by_position"]))
-    for found in document["batch"] or ():
-        plots.append(_plot_widths(found))
-        if found["prediction"] is not None:
-            plots.append(_plot_predicted(found))
-    return plots
+    return [*plots, *map(_plot_widths, document["batch"] or ())]
 
 
 def _plot_axis(axis: Axis) -> Plot:
@@ -343,14 +311,10 @@ def _plot_axis(axis: Axis) -> Plot:
     for place, (fit, colour) in enumerate(zip(axis["fits"], colours, strict=False), start=1):
         if (held_out := fit["held_out"]) is None:
             continue
-        style = {"color": colour, "fmt": "D", "markersize": 5, "fillstyle": "none", "capsize": 4}
-        ends = None
-        if "low" in held_out:
-            value = held_out["predicted"]
-            ends = [[value - held_out["low"]], [held_out["high"] - value]]
+        predicted = [{**held_out, "value": held_out["predicted"]}]
         label = f"largest point from the others: {fit['form']}"
         beside = held_out["x"] * (x[-1] / x[0]) ** (0.02 * place)  # or they would hide one another
-        top.errorbar([beside], [held_out["predicted"]], yerr=ends, label=label, **style)
+        _whiskers(top, [beside], predicted, fmt="D", fillstyle="none", color=colour, label=label)
     top.set(ylabel=RESPONSES[axis["response"]], title=f"{axis['title']}: a {axis['word']}")
     top.legend(frameon=False, fontsize=7, loc="upper left")
     bottom.axhline(0, color=GREY, linewidth=1)
@@ -414,26 +378,11 @@ def _plot_widths(found: dict[str, Any]) -> Plot:
     return Plot(name=f"widths-{found['drafter']}", caption=caption, figure=figure)
 
 
-def _plot_predicted(found: dict[str, Any]) -> Plot:
-    figure, axes = new_figure(size=(4.8, 4.2))
-    for cell in found["batches"]:
-        measured = [each["tokens_per_s"] for each in cell["choices"]]
-        predicted = [each["predicted_tokens_per_s"] for each in cell["choices"]]
-        axes.plot(measured, predicted, "o", markersize=4, label=f"batch {cell['batch']}")
-    low, high = axes.get_xlim()
-    axes.plot([low, high], [low, high], "-", color=GREY, linewidth=1)
-    axes.set(xlabel="measured tokens/s", ylabel="predicted tokens/s", xscale="log", yscale="log")
-    axes.legend(frameon=False, fontsize=7)
-    caption = f"The cost model, {found['drafter']}: predicted over measured"
-    return Plot(name=f"predicted-{found['drafter']}", caption=caption, figure=figure)
-
-
 def _whiskers(
     axes: Any, x: Sequence[float], found: Sequence[dict[str, Any]], fmt: str = "o", **style: Any
 ) -> None:
     values = [each["value"] for each in found]
-    ends = [
-        [0.0 if each["low"] is None else max(each["value"] - each["low"], 0.0) for each in found],
-        [0.0 if each["high"] is None else max(each["high"] - each["value"], 0.0) for each in found],
-    ]
+    # A value may lie outside the interval of its draws; whiskers cannot.
+    ends = [[max(each["value"] - each["low"], 0.0) for each in found],
+            [max(each["high"] - each["value"], 0.0) for each in found]]  # fmt: skip
     axes.errorbar(x, values, yerr=ends, fmt=fmt, markersize=4, capsize=3, **style)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import SettingError, named
-from jaxspec.lab.scaling.axes import FEWEST_POINTS, axes_of, fit_axis, fit_joint
-from jaxspec.lab.scaling.batch import best_widths, check_times, predict_times
-from jaxspec.lab.scaling.estimators import (
+from jaxspec.lab.intervals import NUM_DRAWS
+from jaxspec.lab.studies.scaling.axes import FEWEST_POINTS, axes_of, fit_axis
+from jaxspec.lab.studies.scaling.batch import best_widths, check_times
+from jaxspec.lab.studies.scaling.estimators import (
     DECODING,
     DRAFTER,
     acceptance_by_position,
@@ -23,8 +24,6 @@ from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas
-
-    from jaxspec.lab.cost.model import Pair
 
 RESPONSES = ("auto", "tau", "logit")
 SIZE = ("num_layers", "width")
@@ -56,12 +55,10 @@ def analyse(
     rows: pandas.DataFrame,
     times: pandas.DataFrame | None = None,
     *,
-    num_draws: int = 2000,
+    num_draws: int = NUM_DRAWS,
     seed: int = 0,
     response: str = "auto",
     decades_beyond: float = 1.0,
-    pair: Pair | None = None,
-    context: float = 128.0,
 ) -> dict[str, Any]:
     """What acceptance gains from tokens, layers and parameters, and which draft length pays.
 
@@ -83,8 +80,6 @@ def analyse(
       response: what is fitted: `tau`, the `logit` of the rate, or `auto`: tau, unless whole drafts
         are accepted so often that it is bounded by the draft length.
       decades_beyond: how far beyond the largest point predictions go.
-      pair: the cost model of the times' drafter, for times without predictions.
-      context: see `batch.predict_times`.
 
     Returns:
       a document of JSON values.
@@ -104,10 +99,9 @@ def analyse(
     drafters = [str(name) for name in rows.drafter.unique()]
     if times is not None:
         check_times(times, drafters)
-        times = times if pair is None else predict_times(times, pair, context=context)
     random = np.random.default_rng(seed)
     decodings = _decodings(rows)
-    axes, joint, by_position, notes = [], [], [], []
+    axes, by_position, notes = [], [], []
     for index, (decoding, own) in enumerate(decodings):
         found, left_out = axes_of(own)
         notes += left_out if index == 0 else []
@@ -118,13 +112,10 @@ def analyse(
                 random=random,
                 decades_beyond=decades_beyond,
                 response=response,
-                resamples_all=index == 0,
-                with_band=index == 0,
+                is_main=index == 0,
             )
             shown = fitted if index == 0 else _in_short(fitted)
             axes.append({"decoding": decoding, "is_main": index == 0, **shown})
-        if (of_both := fit_joint(own, num_draws=num_draws, random=random)) is not None:
-            joint.append({"decoding": decoding, "is_main": index == 0, **of_both})
         if index == 0:
             by_position = [
                 {"drafter": str(drafter), "training_tokens": int(tokens),
@@ -154,7 +145,6 @@ def analyse(
         "seeds": sorted(int(each) for each in rows.seed.unique()),
         "main_decoding": main,
         "axes": axes,
-        "joint": joint,
         "acceptance_by_position": by_position,
         "batch": batch,
         "notes": notes,

@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.cost.model import Device, Fit, Pair, Pass, fit_device
-from jaxspec.lab.scaling.estimators import as_numbers, cumulative_by_prompt
-from jaxspec.lab.scaling.fits import Resampled, least_squares, resample
+from jaxspec.lab.intervals import ENDS, resample
+from jaxspec.lab.studies.scaling.estimators import as_numbers, cumulative_by_prompt
+from jaxspec.lab.studies.scaling.fits import least_squares
 
 if TYPE_CHECKING:
     import pandas
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 NEEDED = ("drafter", "batch", "draft_length", "plain_s", "round_s")
 PREDICTED = ("predicted_plain_s", "predicted_round_s")
 LOAD = ("load_average", "cpu_count")  # where they are known
+CONTEXT = 128.0  # live slots per row, of times without a column `context`
 
 
 def check_times(times: pandas.DataFrame, drafters: Sequence[str]) -> None:
@@ -70,37 +72,30 @@ def best_widths(
       num_draws: of the bootstrap over prompts and seeds.
       random: of its draws.
     """
-    cumulative, num_positions = _cumulative(rows, num_draws, random)
+    emitted, num_prompts = _emitted(rows, num_draws, random)
     has_predictions = all(name in times for name in PREDICTED)
     names = ["plain_s", "round_s", *(PREDICTED if has_predictions else ())]
     cells: Any = times.groupby(["batch", "draft_length"])[names].median()
-    lengths = sorted(int(n) for n in times.draft_length.unique() if n <= num_positions)
-    emitted = np.array([1.0, *(1.0 + cumulative.means[:n].sum() for n in lengths)])
-    drawn = np.stack(
-        [np.ones(num_draws), *(1.0 + cumulative.both[:, :n].sum(axis=1) for n in lengths)], axis=-1
-    )
-    choices = np.array([0, *lengths])
     found, best, drawn_best = [], [], []
     for batch in sorted(int(size) for size in times.batch.unique()):
         of_batch = cells.loc[batch]
-        has = np.isin(choices, [0, *of_batch.index])
-        own = choices[has]
+        own = np.array([0, *(int(n) for n in of_batch.index if n < emitted.shape[1])])
         plain, of_rounds = of_batch.plain_s.median(), of_batch.round_s
         seconds = np.array([plain if n == 0 else of_rounds[n] for n in own])
-        rates = batch * emitted[has] / seconds
-        width = int(own[np.argmax(rates)])
-        draws = own[np.argmax(drawn[:, has] / seconds, axis=1)]
+        drawn = batch * emitted[:, own] / seconds  # tokens per second
+        draws, rates = own[np.argmax(drawn, axis=1)], drawn[0]
+        width, (low, high) = int(draws[0]), np.quantile(draws[1:], ENDS, method="inverted_cdf")
         cell = {
             "batch": batch,
             "best": width,
-            "low": int(np.quantile(draws, 0.025, method="inverted_cdf")),
-            "high": int(np.quantile(draws, 0.975, method="inverted_cdf")),
+            "low": int(low),
+            "high": int(high),
             "speedup": float(rates.max() / rates[0]),
             "is_clipped": width in (0, max(own)),
             "choices": [
                 {"draft_length": int(n), "emitted": float(e), "round_s": float(s),
                  "tokens_per_s": float(rate)}
-                for n, e, s, rate in zip(own, emitted[has], seconds, rates, strict=True)
+                for n, e, s, rate in zip(own, emitted[0, own], seconds, rates, strict=True)
             ],
         }  # fmt: skip
         if has_predictions:
@@ -113,11 +108,11 @@ def best_widths(
             }
         found.append(cell)
         best.append(width)
-        drawn_best.append(draws)
+        drawn_best.append(draws[1:])
     return {
         "drafter": str(rows.drafter.iloc[0]),
         "training_tokens": int(rows.training_tokens.iloc[0]),
-        "num_prompts": cumulative.num_prompts,
+        "num_prompts": num_prompts,
         "batches": found,
         "falls": _direction(best),
         "fit": _fit_width(found, np.array(drawn_best)),
@@ -125,16 +120,18 @@ def best_widths(
     }
 
 
-def _cumulative(
+def _emitted(
     rows: pandas.DataFrame, num_draws: int, random: np.random.Generator
-) -> tuple[Resampled, int]:
-    """Chances that each position and all before it are accepted, resampled; and positions."""
+) -> tuple[np.ndarray, int]:
+    """E(n), the tokens that a round with a draft of n = 0 to N emits, of the study and of its draws
+    `[1 + num_draws, N + 1]`; and the number of prompts."""
     shares = cumulative_by_prompt(rows)
     frame = rows[["seed", "prompt"]].assign(row=np.arange(len(rows)))
     place = frame.pivot_table(index="seed", columns="prompt", values="row").dropna(axis=1)
-    values = shares[place.to_numpy(int)]  # [S, P, N]
-    moved = np.moveaxis(values, -1, 0)
-    return resample(moved, num_draws=num_draws, random=random), shares.shape[1]
+    values = np.moveaxis(shares[place.to_numpy(int)], -1, 0)  # [N, S, P]
+    drawn = resample(values, num_draws=num_draws, random=random)
+    emitted = np.cumsum(np.pad(drawn, ((0, 0), (1, 0)), constant_values=1.0), axis=1)
+    return emitted, values.shape[2]
 
 
 def _predicted(cell: dict[str, Any], of_batch: Any) -> dict[str, Any]:
@@ -192,19 +189,16 @@ def _fit_width(cells: Sequence[dict[str, Any]], drawn: np.ndarray) -> dict[str, 
     }
 
 
-def predict_times(
-    times: pandas.DataFrame, pair: Pair, *, context: float = 128.0
-) -> pandas.DataFrame:
+def predict_times(times: pandas.DataFrame, pair: Pair) -> pandas.DataFrame:
     """The times with columns `predicted_plain_s` and `predicted_round_s` by the cost model.
 
     Args:
-      times: of the drafter of `pair`.
+      times: of the drafter of `pair`; a column `context` has the live slots per row.
       pair: target and drafter on a device.
-      context: live slots per row; a column `context` of the times wins.
     """
     plain, rounds = [], []
     for row in times.to_dict("records"):
-        where = {"batch": int(row["batch"]), "context": row.get("context", context)}
+        where = {"batch": int(row["batch"]), "context": row.get("context", CONTEXT)}
         plain.append(pair.plain_s(**where))
         rounds.append(pair.round_s(draft_length=int(row["draft_length"]), **where))
     return times.assign(predicted_plain_s=plain, predicted_round_s=rounds)
@@ -217,7 +211,6 @@ def fit_pair(
     *,
     most_bytes_per_s: float,
     most_flops_per_s: float,
-    context: float = 128.0,
     itemsize: int = 4,
     block: int | None = None,
 ) -> tuple[Pair, dict[str, Fit]]:
@@ -226,12 +219,12 @@ def fit_pair(
     A draft step is taken to last the draft stage over its steps.
 
     Args:
-      times: with columns `target_s` and `draft_s`, seconds of the two stages of a round.
+      times: with columns `target_s` and `draft_s`, seconds of the two stages of a round, and
+        perhaps `context`, the live slots per row.
       target: architecture of the target.
       draft: architecture of the draft model.
       most_bytes_per_s: measured ceiling of the bandwidth (`bench.roofline.measure_ceilings`).
       most_flops_per_s: measured ceiling of the rate of products.
-      context: live slots per row; a column `context` wins.
       itemsize: bytes of a parameter.
       block: see `cost.Pass`.
 
@@ -249,7 +242,7 @@ def fit_pair(
         )
     passes: dict[str, list[tuple[Pass, float]]] = {"target": [], "draft": []}
     for row in times.to_dict("records"):
-        live, length = row.get("context", context), int(row["draft_length"])
+        live, length = row.get("context", CONTEXT), int(row["draft_length"])
         of = {"batch": int(row["batch"]), "itemsize": itemsize, "block": block}
         scored = Pass(config=target, window=length + 1, context=live + length + 1, **of)
         step = Pass(config=draft, window=1, context=live + 1, **of)

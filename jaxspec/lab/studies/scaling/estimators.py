@@ -11,7 +11,7 @@ such care: nearly every token of an output was judged once, wherever it ends.
 from __future__ import annotations
 
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,27 +25,14 @@ if TYPE_CHECKING:
 COUNTS = ("rounds", "emitted", "num_limited_rounds")
 BY_POSITION = ("offered_at", "accepted_at")
 DECODING = ("prompt_set", "verifier", "temperature", "draft_length")
-DRAFTER = (
-    "drafter",
-    "num_params_without_embedding",
-    "num_layers",
-    "width",
-    "training_tokens",
-    "seed",
-)
+DRAFTER = ("drafter", "num_params_without_embedding", "num_layers", "width", "training_tokens",
+           "seed")  # fmt: skip
 NEEDED = ("target", *DRAFTER, *DECODING, "prompt", *COUNTS, *BY_POSITION)
-POSITIVE = (
-    "training_tokens",
-    "num_layers",
-    "width",
-    "num_params_without_embedding",
-    "draft_length",
-)
-POSITIVE += ("rounds",)
+POSITIVE = ("training_tokens", "num_layers", "width", "num_params_without_embedding",
+            "draft_length", "rounds")  # fmt: skip
 NAMES = ("target", "drafter", "prompt_set", "prompt", "verifier")
 ONE_ROW_PER = ("drafter", "training_tokens", "seed", *DECODING, "prompt")
-OPTIONAL_SHARES = ("overlap", "greedy_agreement")
-OPTIONAL = ("held_out_loss", *OPTIONAL_SHARES)
+OPTIONAL = ("held_out_loss", "overlap", "greedy_agreement")
 
 
 def groups(rows: pandas.DataFrame, by: str | list[str]) -> Iterator[tuple[Any, pandas.DataFrame]]:
@@ -95,50 +82,37 @@ def check_rows(rows: pandas.DataFrame) -> pandas.DataFrame:
         if name in rows:
             is_text = rows[name].notna() & np.isnan(as_numbers(rows, name))
             _refuse(rows, is_text, f"{name} {{{name}}}", "a number")
-    _refuse(
-        rows, rows.num_limited_rounds > rows.rounds, "{num_limited_rounds} limited rounds",
-        "at most its {rounds} rounds",
-    )  # fmt: skip
+    given = "{num_limited_rounds} limited rounds"
+    _refuse(rows, rows.num_limited_rounds > rows.rounds, given, "at most its {rounds} rounds")
     for name in BY_POSITION:
-        lengths = rows[name].map(_length)
-        _refuse(
-            rows,
-            lengths != rows.draft_length,
-            f"{name} {{{name}}}",
-            "a list of {draft_length} numbers",
-        )
+        is_other = rows[name].map(_length) != rows.draft_length
+        _refuse(rows, is_other, f"{name} {{{name}}}", "a list of {draft_length} numbers")
     for length, own in groups(rows, "draft_length"):
-        counts = {name: _by_position(own, name) for name in BY_POSITION}
-        for name, values in counts.items():
-            _refuse(own, ~(values >= 0).all(axis=1), f"{name} {{{name}}}", "counts from 0 up")
-        offered, accepted = counts["offered_at"], counts["accepted_at"]
-        shown = "accepted_at {accepted_at}"
-        _refuse(own, (accepted > offered).any(axis=1), shown, "at most offered_at {offered_at}")
-        _refuse(
-            own, (np.diff(accepted, axis=1) > 0).any(axis=1), shown,
-            "no more at a position than at the one before it",
-        )  # fmt: skip
-        rounds = own.rounds.to_numpy()
-        _refuse(own, (offered > rounds[:, None]).any(axis=1), "offered_at {offered_at}",
-                "at most its {rounds} rounds")  # fmt: skip
-        most = rounds + accepted.sum(axis=1)
-        _refuse(
-            own, own.emitted.to_numpy() > most, "{emitted} emitted tokens",
-            "at most a token for each of {rounds} rounds and each accepted draft",
-        )  # fmt: skip
-        _refuse(own, own.emitted.to_numpy() < 1, "{emitted} emitted tokens", "at least 1")
+        offered, accepted = (_by_position(own, name) for name in BY_POSITION)
+        rounds, emitted = own.rounds.to_numpy(), own.emitted.to_numpy()
+        shown, most = "accepted_at {accepted_at}", rounds + accepted.sum(axis=1)
+        for name, counts in zip(BY_POSITION, (offered, accepted), strict=True):
+            _refuse(own, ~(counts >= 0).all(axis=1), f"{name} {{{name}}}", "counts from 0 up")
+        is_too_many = (accepted > offered).any(axis=1)
+        _refuse(own, is_too_many, shown, "at most offered_at {offered_at}")
+        does_grow = (np.diff(accepted, axis=1) > 0).any(axis=1)
+        _refuse(own, does_grow, shown, "no more at a position than at the one before it")
+        is_too_many = (offered > rounds[:, None]).any(axis=1)
+        _refuse(own, is_too_many, "offered_at {offered_at}", "at most its {rounds} rounds")
+        expected = "at most a token for each of {rounds} rounds and each accepted draft"
+        _refuse(own, emitted > most, "{emitted} emitted tokens", expected)
+        _refuse(own, emitted < 1, "{emitted} emitted tokens", "at least 1")
         if "last_emitted" in own:
             last = as_numbers(own, "last_emitted")
-            most = np.minimum(own.emitted, length + 1)
-            _refuse(own, ~((last >= 1) & (last <= most)), "last_emitted {last_emitted}",
-                    "from 1 up to its {emitted} emitted tokens and draft length + 1")  # fmt: skip
+            is_possible = (last >= 1) & (last <= np.minimum(emitted, length + 1))
+            expected = "from 1 up to its {emitted} emitted tokens and draft length + 1"
+            _refuse(own, ~is_possible, "last_emitted {last_emitted}", expected)
         else:
-            _refuse(own, own.emitted.to_numpy() < rounds + accepted.sum(axis=1),
-                    "an output that a stop token cut", "a column last_emitted")  # fmt: skip
-    _refuse(
-        rows, rows.duplicated(list(ONE_ROW_PER)), "the same prompt as an earlier row",
-        "one row per drafter, training tokens, seed, way of decoding and prompt",
-    )  # fmt: skip
+            given = "an output that a stop token cut"
+            _refuse(own, emitted < most, given, "a column last_emitted")
+    expected = "one row per drafter, training tokens, seed, way of decoding and prompt"
+    is_there_twice = rows.duplicated(list(ONE_ROW_PER))
+    _refuse(rows, is_there_twice, "the same prompt as an earlier row", expected)
     return rows
 
 
@@ -283,31 +257,32 @@ def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
 
 
 def estimates_at(
-    rows: pandas.DataFrame, points: str | Sequence[str], column: str
+    rows: pandas.DataFrame, points: str, column: str
 ) -> tuple[np.ndarray, np.ndarray, list[Any], list[str]]:
     """A column as an array over points, seeds and prompts, of those that are everywhere.
 
     Args:
       rows: of `estimate`, of one way of decoding.
-      points: the column, or the columns, that tell the points apart.
+      points: the column that tells the points apart.
       column: e.g. `tau`.
 
     Returns:
-      `[n, S, P]` float64; values of the points, ascending, `[n]` or `[n, columns]`; the seeds; and
-      sentences about what was left out.
+      `[n, S, P]` float64; values of the points, ascending, `[n]`; the seeds; and sentences about
+      what was left out.
 
     Raises:
       SettingError: no seed, or fewer than two prompts, are at every point.
     """
-    names = [points] if isinstance(points, str) else list(points)
-    table = rows.pivot_table(index=names, columns=["seed", "prompt"], values=column, aggfunc="mean")
+    table = rows.pivot_table(
+        index=points, columns=["seed", "prompt"], values=column, aggfunc="mean"
+    )
     seeds = list(table.columns.unique(level="seed"))
     by_seed: dict[Any, Any] = {seed: table[seed] for seed in seeds}
     kept = [seed for seed in seeds if by_seed[seed].notna().any(axis=1).all()]
-    where, notes = " and ".join(names), []
+    notes = []
     if not kept:
         raise SettingError(
-            f"No seed was trained at every {where}; train one at all of them, or leave out the "
+            f"No seed was trained at every {points}; train one at all of them, or leave out the "
             "points that lack it."
         )
     if len(kept) < len(seeds):
@@ -317,7 +292,7 @@ def estimates_at(
     prompts = list(has_all.index[has_all])
     if len(prompts) < 2:
         raise SettingError(
-            f"{len(prompts)} prompts were decoded at every {where}; use the same prompts "
+            f"{len(prompts)} prompts were decoded at every {points}; use the same prompts "
             "everywhere, at least 2."
         )
     if len(prompts) < len(has_all):
@@ -326,5 +301,4 @@ def estimates_at(
             f"{len(has_all)} prompts."
         )
     values = [by_seed[seed][prompts].to_numpy(np.float64) for seed in kept]
-    at = table.index.to_frame(index=False).to_numpy(np.float64)
-    return np.stack(values, axis=1), at[:, 0] if isinstance(points, str) else at, kept, notes
+    return np.stack(values, axis=1), table.index.to_numpy(np.float64), kept, notes
