@@ -91,6 +91,21 @@ LONGER = (  # the table is quicker without
     "FlexDraft of copied projectors, parallel",
     "FlexDraft of copied projectors, sequential",
 )
+NATIVE, XLA = "float32, default kernels", "bfloat16, XLA's kernels"
+IN_BFLOAT16 = {  # where each tier has those that differ in how they score and store
+    "DraftModel of the target": (),
+    "a tree": (),
+    "Heads of Clover, a budget": (),
+    "FlexDraft, parallel": (),
+    "DraftModel of the target, a beam tree": pytest.mark.system,
+    "Oracle with cost": pytest.mark.system,
+    "drafts that ride along": pytest.mark.system,
+    "FlexDraft of copied projectors, sequential": pytest.mark.system,
+}
+TABLE = [
+    *(pytest.param(NATIVE, x, marks=[pytest.mark.system] * (x in LONGER)) for x in DRAFTERS),
+    *(pytest.param(XLA, x, marks=IN_BFLOAT16.get(x, pytest.mark.slow)) for x in DRAFTERS),
+]
 
 
 def test_the_table_holds_every_drafter_the_package_exports():
@@ -140,20 +155,9 @@ class Setting:
         return functools.cache(make)
 
 
-XLA = "bfloat16, XLA's kernels"
-
-
-@pytest.fixture(
-    scope="module",
-    params=["float32, default kernels", pytest.param(XLA, marks=pytest.mark.system)],
-)
+@pytest.fixture(scope="module", params=[NATIVE, pytest.param(XLA, marks=pytest.mark.system)])
 def setting(request):
     return Setting.of(request.param)
-
-
-@pytest.fixture(scope="module")
-def xla_setting():
-    return Setting.of(XLA)
 
 
 def engine_for(target, drafter, *, tree_depth=None, scheduler="static"):
@@ -173,24 +177,8 @@ def token_ids(completions):
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.system] * (name in LONGER)) for name in DRAFTERS],
-)
+@pytest.mark.parametrize(("setting", "name"), TABLE, indirect=["setting"])
 def test_speculative_equals_plain_bit_for_bit(setting, name):
-    check_equal_to_plain(setting, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["DraftModel of the target", "a tree", "Heads of Clover, a budget", "FlexDraft, parallel"],
-)
-def test_with_xlas_kernels_too(xla_setting, name):
-    """The whole table runs with these as well, in the tier of whole programs."""
-    check_equal_to_plain(xla_setting, name)
-
-
-def check_equal_to_plain(setting, name):
     engine, batch = setting.engine(name), setting.prompts[:4]
     plain = engine.generate(batch, PARAMS, speculate=False)
     plain_kv = live_kv(engine)
@@ -230,6 +218,9 @@ def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    "setting", [NATIVE, pytest.param(XLA, marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("scheduler", ["pool", "continuous"])
 @pytest.mark.parametrize(
     "name", ["DraftModel of the target, a beam tree", "DraftModel, a fixed shape", "a tree"]
