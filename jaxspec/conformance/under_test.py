@@ -28,7 +28,7 @@ from jaxspec.conformance.checks import (
 from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, DrafterBase, draft_with, function_params
+from jaxspec.drafters.base import Drafter, draft_with, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
@@ -353,7 +353,7 @@ class DrafterUnderTest:
         return self.engine.shape
 
     @property
-    def complete(self) -> DrafterBase:
+    def complete(self) -> Drafter:
         """The drafter, with defaults for what it does not define."""
         return self.loop.drafter
 

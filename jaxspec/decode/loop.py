@@ -26,7 +26,7 @@ from jaxspec.decode.state import (
     put_rows,
     take_rows,
 )
-from jaxspec.drafters.base import DrafterBase, NoDrafter, function_params
+from jaxspec.drafters.base import Drafter, NoDrafter, function_params
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.schedulers.base import Scheduler
@@ -59,7 +59,7 @@ class DecodeLoop:
     """
 
     target: Model
-    drafter: DrafterBase = dataclasses.field(default_factory=NoDrafter)
+    drafter: Drafter = dataclasses.field(default_factory=NoDrafter)
     verifier: Verifier = dataclasses.field(default_factory=Coupled)
     scheduler: Scheduler
     shape: EngineShape

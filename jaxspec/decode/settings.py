@@ -13,7 +13,7 @@ from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.checks import check_parts
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.state import LogprobsConfig, check_rows
-from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
+from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError, warn_once
 from jaxspec.models.base import Model, check_taps
 from jaxspec.models.config import ModelConfig
@@ -91,19 +91,19 @@ def make_loop(
     else:
         verify_length, given = choose_verify_length(drafter, draft_length, verify_length)
         drafter.check(target)
-        check_taps(target, with_defaults(drafter).taps, f"The drafter {drafter.name}")
+        check_taps(target, drafter.taps, f"The drafter {drafter.name}")
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
                 "chains only; use the coupled verifier, rejection or typical."
             )
-        if with_defaults(drafter).prunes_by_token and verifier.needs_draft_probs:
+        if drafter.prunes_by_token and verifier.needs_draft_probs:
             raise SettingError(
                 f"The drafter {drafter.name} leaves out nodes because of their own tokens, which "
                 f"would bias the output of the verifier {verifier.name}; use the coupled verifier, "
                 "or a tree whose nodes do not depend on the tokens drawn for them."
             )
-        if layout == "aligned" and with_defaults(drafter).uses_target_cache:
+        if layout == "aligned" and drafter.uses_target_cache:
             raise SettingError(
                 f"The drafter {drafter.name} writes to the target's cache, which the layout "
                 "'aligned' would move; use the layout 'ragged' with it."
@@ -115,7 +115,7 @@ def make_loop(
                 "compares with published systems, whose draft models keep all KV, so use the "
                 "layout 'ragged' with it."
             )
-        tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
+        tree_depth = choose_tree_depth(drafter, verify_length - 1, tree_depth)
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(
         batch_size=batch_size,
@@ -130,7 +130,7 @@ def make_loop(
     )
     loop = DecodeLoop(
         target=target,
-        drafter=NoDrafter() if drafter is None else with_defaults(drafter).for_target(target),
+        drafter=NoDrafter() if drafter is None else drafter.for_target(target),
         verifier=verifier,
         scheduler=scheduler,
         shape=shape,
@@ -270,7 +270,7 @@ def check_draft_length(
         )
 
 
-def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
+def check_num_nodes(drafter: Drafter, draft_length: int) -> None:
     """Raises `SettingError` if a drafter is asked for more nodes than it can draft: rounds would
     verify a wider window in vain."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
@@ -283,11 +283,11 @@ def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
 
 def default_draft_length(drafter: Drafter | None) -> int:
     """The number of nodes that a drafter drafts by default."""
-    num_nodes = None if drafter is None else with_defaults(drafter).num_nodes
+    num_nodes = None if drafter is None else drafter.num_nodes
     return DEFAULT_DRAFT_LENGTH if num_nodes is None else num_nodes
 
 
-def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | None) -> int:
+def choose_tree_depth(drafter: Drafter, num_nodes: int, tree_depth: int | None) -> int:
     """`EngineShape.tree_depth` for a drafter with `num_nodes` nodes: the requested depth, or by
     default that of its trees, 0 for chains.
 

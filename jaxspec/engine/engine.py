@@ -10,7 +10,6 @@ from typing import Any
 import jax
 
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
     DraftLength,
     Exactness,
@@ -19,7 +18,6 @@ from jaxspec.decode.settings import (
     warn_of_unused,
 )
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
@@ -31,6 +29,8 @@ from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
@@ -74,8 +74,10 @@ class Engine:
 
     Args:
       target: the model to decode with; a name is passed to `load_model`.
-      drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
-        model, or `package.module:factory`. None and `none` decode plainly, one token per step.
+      drafter: what proposes tokens, or its name: `ngram`, the name of a draft model, a directory of
+        heads or of another drafter, or `package.module:factory`; with settings, a mapping such as
+        `{"kind": "ngram", "branches": 4}`, see `load_drafter`. None and `none` decode plainly, one
+        token per step.
       verifier: how much of a draft is kept, or its name; default `Coupled()`.
       scheduler: which rows take part in a round. The default `Continuous()` replaces a finished row
         in the next round by one whose prompt has already been prefilled; `Static()` decodes batch
@@ -152,7 +154,7 @@ class Engine:
     def __init__(
         self,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         *,
         verifier: Verifier | VerifierName | None = None,
         scheduler: Scheduler | SchedulerName | None = None,
@@ -244,7 +246,7 @@ class Engine:
         cls,
         plan: MemoryPlan,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
         """The engine that a plan describes (see `plan_memory`), on the plan's mesh if it has one.

@@ -30,7 +30,6 @@ import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode import invariants, kept
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
 from jaxspec.decode.kept import StoredRow
@@ -47,13 +46,14 @@ from jaxspec.decode.settings import (
     warn_of_long_rows,
 )
 from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
-from jaxspec.drafters.base import Drafter, with_defaults
-from jaxspec.drafters.names import make_drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.decoder import without_tied_head
 from jaxspec.models.width_probe import is_width_invariant
@@ -107,7 +107,7 @@ class Executor:
       memory: the bytes that weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
       variants: those of the loop's drafter, between which `run` can choose; see
-        `DrafterBase.variants`. If there is only one, it is the one that `choose_variant` returned.
+        `Drafter.variants`. If there is only one, it is the one that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
@@ -673,7 +673,7 @@ def make_executor(
             )
         draft_length = None if verify_length is None else verify_length - 1
     elif draft_length is not None and drafter is not None and verify_length is None:
-        check_num_nodes(with_defaults(drafter), draft_length)
+        check_num_nodes(drafter, draft_length)
     logprobs = None
     if max_logprobs is not None:
         largest = target.vocab_size

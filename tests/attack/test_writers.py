@@ -19,7 +19,7 @@ import pytest
 import tiny
 from attack import outcomes
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.cli import main
 from jaxspec.training.lm import load_run
 

@@ -26,7 +26,7 @@ from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint import resolve
 from jaxspec.checkpoint.format import load_converted, save_model
 from jaxspec.checkpoint.manifest import FileChecksum, check_files, read_manifest, write_manifest
-from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
+from jaxspec.load.models import cached_models, load_model, remove_cached_model
 from jaxspec.errors import CheckpointError, DamagedError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
@@ -347,7 +347,7 @@ def test_a_replacement_that_was_interrupted_is_finished_by_its_reader(saved):
 
 def test_checkpoints_import_neither_transformers_nor_torch():
     code = (
-        "import sys, jaxspec.checkpoint.resolve; "
+        "import sys, jaxspec.load.models; "
         "sys.exit(any(name in sys.modules for name in ('transformers', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -581,7 +581,7 @@ def test_a_damaged_entry_is_made_again(hf, conversions, place):
 
 
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
-    code = "import sys; from jaxspec.checkpoint.resolve import load_model; load_model(sys.argv[1])"
+    code = "import sys; from jaxspec.load.models import load_model; load_model(sys.argv[1])"
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(hf)], cwd=Path(__file__).parents[2])
         for _ in range(3)

@@ -23,7 +23,7 @@ from heads import random_params
 import jaxspec
 from jaxspec import Engine, SamplingParams, cli, errors, load_drafter, load_model
 from jaxspec.checkpoint import resolve
-from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
+from jaxspec.load.models import cached_models, remove_cached_model
 from jaxspec.convert import convert
 from jaxspec.drafters.heads.config import heads_config
 from jaxspec.runtime import files

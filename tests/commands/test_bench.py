@@ -14,7 +14,7 @@ import pytest
 import toy
 from jax import lax
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.commands import bench
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine

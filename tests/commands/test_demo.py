@@ -10,7 +10,7 @@ import pytest
 import tiny
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.commands import demo
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram

@@ -23,11 +23,11 @@ from rich.console import Console
 
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.checkpoint.format import save_model
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands.outputs import round_lengths
-from jaxspec.drafters.names import make_drafter
+from jaxspec.load.drafters import make_drafter
 from jaxspec.errors import JaxspecError
 from jaxspec.requests.completions import find_stop, make_completion
 from jaxspec.requests.requests import make_requests

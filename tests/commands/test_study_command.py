@@ -17,7 +17,7 @@ from rich.console import Console
 from training.test_training import tiny, write_corpus
 
 from jaxspec import cli
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.lab.studies import scaling
 from jaxspec.lab.studies.scaling import tables

@@ -10,7 +10,7 @@ import pytest
 import tiny
 from written import write_texts
 
-from jaxspec.drafters.files import load_drafter
+from jaxspec.load.drafters import load_drafter
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 from jaxspec import DraftModel, Engine, NGram
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import ModelError
 from jaxspec.models.base import LanguageModel
 from jaxspec.serving import ServingEngine
@@ -227,7 +227,7 @@ def test_a_drafter_without_the_base_class_is_checked_too():
 
         def __getattr__(self, name):
             if name in ("check", "init", "admit", "lag", "catch_up", "commit"):
-                return getattr(DrafterBase(), name)
+                return getattr(Drafter(), name)
             raise AttributeError(name)
 
         def propose(self, shape, params, state, rows):

@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.decode import round as decode_round
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LAST, forward_features
@@ -134,7 +134,7 @@ def test_the_last_boundary_needs_only_forward(target, plain):
 
 
 @dataclasses.dataclass(frozen=True)
-class Watching(DrafterBase):
+class Watching(Drafter):
     """Drafts nothing; counts the tokens whose features it has been shown."""
 
     name: str = "watching"
@@ -280,7 +280,7 @@ class Bare:
 
 
 def test_a_drafter_without_the_optional_parts_works(target, plain):
-    assert not isinstance(Bare(), DrafterBase)
+    assert not isinstance(Bare(), Drafter)
     found = Engine(target, Bare(), **SMALL).generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in found] == plain
 

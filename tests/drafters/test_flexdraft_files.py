@@ -12,11 +12,11 @@ import pytest
 import toy
 from safetensors.numpy import load_file, save_file
 
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import export_drafter, load_drafter, save_drafter
+from jaxspec.load.models import load_model
+from jaxspec.load.drafters import export_drafter, load_drafter, save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.names import choose_drafter
+from jaxspec.load.drafters import choose_drafter
 from jaxspec.drafters.stored import as_params, leaf_paths
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError, SettingError
 from jaxspec.models.base import LanguageModel

@@ -18,7 +18,7 @@ import jaxspec
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.manifest import FORMAT_VERSION
 from jaxspec.drafters import stored
-from jaxspec.drafters.files import load_drafter, save_drafter
+from jaxspec.load.drafters import load_drafter, save_drafter
 from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.trees import BeamTree, BudgetTree

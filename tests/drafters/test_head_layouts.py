@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.drafters import stored
-from jaxspec.drafters.files import export_drafter, load_drafter
+from jaxspec.load.drafters import export_drafter, load_drafter
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes

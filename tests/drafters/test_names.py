@@ -10,7 +10,7 @@ import tiny
 import jaxspec
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.names import choose_drafter, make_drafter
+from jaxspec.load.drafters import choose_drafter, make_drafter
 from jaxspec.drafters.trees import BudgetTree
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.models import decoder

@@ -10,7 +10,7 @@ import pytest
 import toy
 from safetensors.numpy import save_file
 
-from jaxspec.drafters.files import load_drafter
+from jaxspec.load.drafters import load_drafter
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.formulas import TargetParts
 

@@ -12,7 +12,7 @@ import toy
 
 import jaxspec
 from jaxspec.cli import main
-from jaxspec.drafters.files import save_drafter
+from jaxspec.load.drafters import save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench.heads import _TappedNGram

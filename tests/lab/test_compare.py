@@ -55,7 +55,7 @@ def comparison(target, drafters):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner(jaxspec.DrafterBase):
+class Learner(jaxspec.Drafter):
     """Drafts what followed the newest token when any request had it last: one table for all."""
 
     name = "learner"

@@ -9,7 +9,7 @@ import hf_checkpoints
 import pytest
 import toy
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.requests.sampling_params import SamplingParams
