@@ -82,7 +82,7 @@ def check_drafter(
     no row axis, a fresh state makes it draft the same again, and no output depends on it.
 
     Args:
-      drafter: anything that follows the `Drafter` protocol.
+      drafter: an instance of a subclass of `Drafter`.
       target: the model that it drafts for.
       prompts: six or more token lists of different lengths for which it should draft something;
         default `battery_prompts`.
@@ -161,7 +161,7 @@ def _demand_same(
         demand(not difference, f"{where}, row {row} was drafted {difference}{hint}")
 
 
-@enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
+@enters(DRAFTER_CHECKS, "C6", "attributes and methods of Drafter")
 def _protocol(b: DrafterUnderTest) -> str:
     drafter = b.drafter
     demand_name_and_params(drafter, " (an empty tuple will do)")

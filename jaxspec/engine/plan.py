@@ -387,7 +387,7 @@ class MemoryPlan:
         words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
         if settings.draft_length:
             if self.drafter is not None:
-                words += ["--drafter", self.drafter]
+                words += ["--drafter", shlex.quote(self.drafter)]
             else:
                 words += ["--draft", str(self.draft), *self._option_words]
             words += ["--verifier", self.verifier]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
@@ -198,7 +199,11 @@ def plan_memory(
     )
     if drafter is not None and drafting is None:
         found = find_drafter(drafter, described, request.dtype)
-        given = drafter if isinstance(drafter, str) else found.name
+        given = (
+            json.dumps(drafter)
+            if isinstance(drafter, Mapping)
+            else getattr(drafter, "name", drafter)
+        )
         request = dataclasses.replace(request, drafter=found, given=given)
     if request.drafts_trees and isinstance(acceptance, (int, float)):
         raise SettingError(
