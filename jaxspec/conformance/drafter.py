@@ -161,7 +161,7 @@ def _demand_same(
         demand(not difference, f"{where}, row {row} was drafted {difference}{hint}")
 
 
-@enters(DRAFTER_CHECKS, "C6", "attributes and methods of Drafter")
+@enters(DRAFTER_CHECKS, "C6", "attributes and methods of the Drafter protocol")
 def _protocol(b: DrafterUnderTest) -> str:
     drafter = b.drafter
     demand_name_and_params(drafter, " (an empty tuple will do)")

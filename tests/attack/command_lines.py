@@ -170,7 +170,8 @@ def _names():
                      '{"prompt_lookup_max": 0}', '{"prompt_lookup_max": 65}',
                      '{"prompt_lookup_max": "4"}', '{"prompt_lookup_max": 1.5}',
                      f'{{"prompt_lookup_max": {HUGE}}}', '{"prompt_lookup_max": null}',
-                     '{"prompt_lookup_min": 5}', '{"branches": 0}', '{"branches": -1}'):  # fmt: skip
+                     '{"prompt_lookup_min": 5}', '{"branches": 0}', '{"branches": -1}'
+                     ):  # fmt: skip
         yield (*PROMPT, "--drafter", "ngram", "--drafter-args", settings)
     for settings in ("2", "-1", "NaN", "Infinity", '"x"', "null", "[]"):
         args = f'{{"min_confidence": {settings}}}'
