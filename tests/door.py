@@ -9,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.models.base import Model
 from jaxspec.types import Draft, Window, chain_parents
 
@@ -35,7 +35,7 @@ def linear_head(target, *, seed: int = 0, num_drafts: int = 3):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Riding(DrafterBase):
+class Riding(Drafter):
     """Drafts one token with the target itself, in the pass that verifies the round before.
 
     One more entry, a probe, is scored with each row's window. It stands after the newest token,

@@ -16,7 +16,6 @@ import jax
 import tyro
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
 from jaxspec.commands.options import DrafterOptions
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
@@ -46,6 +45,7 @@ from jaxspec.lab.bench.verifiers import VerifiersBench
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.studies.confusion import ConfusionBench
 from jaxspec.lab.studies.rounds import SchedulersBench
+from jaxspec.load.models import DEMO_MODELS, load_model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import encode_prompts, load_prompts

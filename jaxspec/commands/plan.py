@@ -67,10 +67,11 @@ class PlanCommand(JsonOption):
     """Its draft model, named in the same way. Without a draft model or drafter, plain decoding is
     planned."""
     drafter: str | None = None
-    """What drafts instead, as in `jaxspec generate`: `ngram`, `ngram[4]`, `heads:NAME`,
-    `flexdraft:NAME`, or `draft_model[4x4:12]:MODEL`, whose KV and weights are searched over like
-    those of --draft. Plain `flexdraft` has the paper's sizes for the target. For a tree, draft
-    lengths are numbers of nodes, and --per-position is needed."""
+    """What drafts instead, as in `jaxspec generate`: `ngram`, `heads:MODEL`, `flexdraft:MODEL`, or
+    with settings a JSON object, such as `{"kind": "draft_model", "model": MODEL, "tree":
+    "4x4:12"}`, whose KV and weights are searched over like those of --draft. Plain `flexdraft` has
+    the paper's sizes for the target. For a tree, draft lengths are numbers of nodes, and
+    --per-position is needed."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8

@@ -83,7 +83,7 @@ def check_drafter(
     no row axis, a fresh state makes it draft the same again, and no output depends on it.
 
     Args:
-      drafter: anything that follows the `Drafter` protocol.
+      drafter: an instance of a subclass of `Drafter`.
       target: the model that it drafts for.
       prompts: six or more token lists of different lengths for which it should draft something;
         default `battery_prompts`.

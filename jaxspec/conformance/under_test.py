@@ -29,7 +29,7 @@ from jaxspec.conformance.report import NotApplicable
 from jaxspec.decode.loop import init
 from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, DrafterBase, draft_with, function_params
+from jaxspec.drafters.base import Drafter, draft_with, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
@@ -354,7 +354,7 @@ class DrafterUnderTest:
         return self.engine.shape
 
     @property
-    def complete(self) -> DrafterBase:
+    def complete(self) -> Drafter:
         """The drafter, with defaults for what it does not define."""
         return self.parts.drafter
 

@@ -27,7 +27,7 @@ import numpy as np
 from jaxspec.cache.pages import BLOCK, AlignedTable, KVCache
 from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import Admission, admit_row, batch_view, has_rows, mark_prefilled
-from jaxspec.drafters.base import DrafterBase, function_params
+from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.types import DecodeState, PyTree
 
 
@@ -64,10 +64,10 @@ class StoredRow:
         return StoredRow(pages=pages, rest=rest)
 
 
-def keeps_prefixes(drafter: DrafterBase) -> bool:
+def keeps_prefixes(drafter: Drafter) -> bool:
     """Whether a drafter can keep the beginning of a row (`rewind`). One that cannot starts from
     scratch, as with a new request."""
-    return getattr(drafter.rewind, "__func__", None) is not DrafterBase.rewind
+    return getattr(drafter.rewind, "__func__", None) is not Drafter.rewind
 
 
 def continue_row(

@@ -7,7 +7,7 @@ import dataclasses
 from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
 from jaxspec.decode.state import LogprobsConfig
-from jaxspec.drafters.base import DrafterBase, NoDrafter
+from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.models.base import Model
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.telemetry.trace import TraceConfig
@@ -39,7 +39,7 @@ class RoundParts:
     """
 
     target: Model
-    drafter: DrafterBase = dataclasses.field(default_factory=NoDrafter)
+    drafter: Drafter = dataclasses.field(default_factory=NoDrafter)
     verifier: Verifier = dataclasses.field(default_factory=Coupled)
     scheduler: Scheduler
     shape: EngineShape

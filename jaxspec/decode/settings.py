@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 
 from jaxspec.cache import pages as kv
-from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError, warn_once
 from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
@@ -152,7 +152,7 @@ def check_draft_length(
         )
 
 
-def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
+def check_num_nodes(drafter: Drafter, draft_length: int) -> None:
     """Raises `SettingError` if a drafter is asked for more nodes than it can draft: rounds would
     verify a wider window in vain."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
@@ -165,11 +165,11 @@ def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
 
 def default_draft_length(drafter: Drafter | None) -> int:
     """The number of nodes that a drafter drafts by default."""
-    num_nodes = None if drafter is None else with_defaults(drafter).num_nodes
+    num_nodes = None if drafter is None else drafter.num_nodes
     return DEFAULT_DRAFT_LENGTH if num_nodes is None else num_nodes
 
 
-def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | None) -> int:
+def choose_tree_depth(drafter: Drafter, num_nodes: int, tree_depth: int | None) -> int:
     """`EngineShape.tree_depth` for a drafter with `num_nodes` nodes: the requested depth, or by
     default that of its trees, 0 for chains.
 

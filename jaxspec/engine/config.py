@@ -25,7 +25,7 @@ from jaxspec.decode.settings import (
 )
 from jaxspec.decode.sharded import batch_size_per_shard, check_mesh
 from jaxspec.decode.state import LogprobsConfig, check_rows
-from jaxspec.drafters.base import Drafter, NoDrafter, with_defaults
+from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps
 from jaxspec.runtime.environment import loops_run_on_host
@@ -238,19 +238,19 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
     else:
         verify_length, given = choose_verify_length(drafter, draft_length, verify_length)
         drafter.check(target)
-        check_taps(target, with_defaults(drafter).taps, f"The drafter {drafter.name}")
+        check_taps(target, drafter.taps, f"The drafter {drafter.name}")
         if not (drafter.is_chain or verifier.takes_trees):
             raise SettingError(
                 f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
                 "chains only; use the coupled verifier, rejection or typical."
             )
-        if with_defaults(drafter).prunes_by_token and verifier.needs_draft_probs:
+        if drafter.prunes_by_token and verifier.needs_draft_probs:
             raise SettingError(
                 f"The drafter {drafter.name} leaves out nodes because of their own tokens, which "
                 f"would bias the output of the verifier {verifier.name}; use the coupled verifier, "
                 "or a tree whose nodes do not depend on the tokens drawn for them."
             )
-        if config.layout == "aligned" and with_defaults(drafter).uses_target_cache:
+        if config.layout == "aligned" and drafter.uses_target_cache:
             raise SettingError(
                 f"The drafter {drafter.name} writes to the target's cache, which the layout "
                 "'aligned' would move; use the layout 'ragged' with it."
@@ -262,7 +262,7 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
                 "compares with published systems, whose draft models keep all KV, so use the "
                 "layout 'ragged' with it."
             )
-        tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
+        tree_depth = choose_tree_depth(drafter, verify_length - 1, tree_depth)
     trace = None if config.trace is None else TraceConfig(level=config.trace)
     records_tokens = trace is not None and trace.has_tokens
     shape = EngineShape(
@@ -279,7 +279,7 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
     )
     parts = RoundParts(
         target=target,
-        drafter=NoDrafter() if drafter is None else with_defaults(drafter).for_target(target),
+        drafter=NoDrafter() if drafter is None else drafter.for_target(target),
         verifier=verifier,
         scheduler=scheduler,
         shape=shape,

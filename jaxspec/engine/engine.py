@@ -9,10 +9,8 @@ from typing import Any, Unpack
 
 import jax
 
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting
 from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
@@ -25,6 +23,8 @@ from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
@@ -124,7 +124,7 @@ class Engine:
         cls,
         plan: MemoryPlan,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         **options: Any,
     ) -> Engine:
         """The engine that a plan describes (see `plan_memory`), on the plan's mesh if it has one.

@@ -29,7 +29,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import pages as kv
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode import invariants, kept
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
 from jaxspec.decode.kept import StoredRow
@@ -44,14 +43,15 @@ from jaxspec.decode.settings import (
     warn_of_long_rows,
 )
 from jaxspec.decode.sharded import ShardedLoop, check_mesh
-from jaxspec.drafters.base import Drafter, with_defaults
-from jaxspec.drafters.names import make_drafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
 from jaxspec.engine.memory import Memory, measure_memory, num_bytes
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.decoder import without_tied_head
 from jaxspec.models.width_probe import is_width_invariant
@@ -100,7 +100,7 @@ class Executor:
       memory: the bytes that weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
       variants: those of the drafter, between which `run` can choose; see
-        `DrafterBase.variants`. If there is only one, it is the one that `choose_variant` returned.
+        `Drafter.variants`. If there is only one, it is the one that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
@@ -640,7 +640,7 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
     """
     draft_length = config.draft_length
     if isinstance(draft_length, int) and drafter is not None and config.verify_length is None:
-        check_num_nodes(with_defaults(drafter), draft_length)
+        check_num_nodes(drafter, draft_length)
     parts = make_parts(target, drafter, config)
     warn_of_long_rows(target, drafter, config.max_length)
     if config.budget_bytes is not None:

@@ -8,6 +8,8 @@ cost model, which this room may not import.
 from __future__ import annotations
 
 import dataclasses
+import json
+import shlex
 import time
 from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
@@ -121,8 +123,8 @@ KNOBS: Mapping[str, Knob] = {
     "prefill_chunk": Knob("engine", "prefill_chunk"),
     "kv_dtype": Knob("target", "kv_dtype", "--kv-dtype"),
     "draft_dtype": Knob("draft", "dtype"),
-    "draft_kv_dtype": Knob("drafter", "kv_dtype", "--draft-kv-dtype"),
-    "draft_kv_window": Knob("drafter", "kv_window", "--draft-kv-window"),
+    "draft_kv_dtype": Knob("drafter", "kv_dtype"),
+    "draft_kv_window": Knob("drafter", "kv_window"),
 }
 
 
@@ -385,7 +387,7 @@ class MemoryPlan:
         words = ["jaxspec generate --target", self.target, "--dtype", self.dtype]
         if settings.draft_length:
             if self.drafter is not None:
-                words += ["--drafter", self.drafter]
+                words += ["--drafter", shlex.quote(self.drafter)]
             else:
                 words += ["--draft", str(self.draft), *self._option_words]
             words += ["--verifier", self.verifier]
@@ -398,16 +400,15 @@ class MemoryPlan:
 
     @property
     def _option_words(self) -> list[str]:
-        """`draft_options` as command-line words. Either a chain ends early or a tree is drafted,
-        not both."""
-        options, words = self.draft_options, []
-        if "tree" in options:
-            words += ["--drafter", f"draft_model[{options['tree'].name}]"]
-        elif "min_confidence" in options:
-            words += ["--drafter", f"draft_model@{options['min_confidence']:g}"]
-        if "kv_sinks" in options and self.settings.draft_kv_window is not None:
-            words += ["--draft-kv-sinks", str(options["kv_sinks"])]
-        return words
+        """What the draft model is made with, as command-line words."""
+        settings = self.settings
+        given = {
+            **{name: getattr(value, "name", value) for name, value in self.draft_options.items()},
+            "kv_dtype": settings.draft_kv_dtype,
+            "kv_window": settings.draft_kv_window,
+        }
+        given = {name: value for name, value in given.items() if value is not None}
+        return ["--drafter-args", shlex.quote(json.dumps(given))] if given else []
 
     def check(self, target: Model, drafter: Drafter | None) -> None:
         """Raises `SettingError` unless models and drafter match the plan."""

@@ -43,7 +43,6 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxspec.cache.pages import KVCache, copy_row
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
     LONGER_DRAFTS,
     check_draft_length,
@@ -53,11 +52,12 @@ from jaxspec.decode.settings import (
 )
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, ServingSettings, make_parts
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
@@ -160,7 +160,7 @@ class ServingEngine:
     def __init__(
         self,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         *,
         draft_length: int | None = None,
         **settings: Unpack[ServingSettings],

@@ -19,13 +19,13 @@ import numpy as np
 import optax
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import save_drafter
+from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.flexdraft.config import FlexConfig, flex_config, param_shapes
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.drafters.flexdraft.files import holds_flexdraft
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import save_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
@@ -248,7 +248,8 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
         another run; or `config.out` cannot be written.
     """
     with runs.run_directory(config.out):
-        drafters.check_run(config, {config.out / "flexdraft": holds_flexdraft})
+        out = config.out / "flexdraft"
+        drafters.check_run(config, {out: lambda path: kind_of(path) == "flexdraft"})
         return _train(config, on_step)
 
 

@@ -14,7 +14,6 @@ import pytest
 import toy
 from jax import lax
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import bench
 from jaxspec.decode.loop import one_round
 from jaxspec.drafters.draft_model import DraftModel
@@ -25,6 +24,7 @@ from jaxspec.lab.bench.compile_time import compile_times
 from jaxspec.lab.bench.decode import agreement
 from jaxspec.lab.bench.roofline import Ceilings, measure_ceilings
 from jaxspec.lab.cost import model as cost
+from jaxspec.load.models import load_model
 from jaxspec.models.decoder import num_params
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams

@@ -10,11 +10,11 @@ import pytest
 import tiny
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import demo
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.lab import compare
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.telemetry.counters import Acceptance

@@ -17,22 +17,22 @@ import pytest
 import rich.console
 import tyro
 
-from jaxspec.checkpoint import resolve
 from jaxspec.cli import load_command
 from jaxspec.commands import bench
 from jaxspec.errors import JaxspecError
 from jaxspec.lab.bench import program
 from jaxspec.lab.bench.compile_time import CompileTimeBench
 from jaxspec.lab.plan import planner
+from jaxspec.load import models as loading
 from jaxspec.runtime.options import check_numbers
 
 PAIR = ("--target", "demo-target", "--draft", "demo-draft")
 TRAIN = ("--out", "{absent}", "--batch-tokens", "512", "--sequence-length", "128")
 COMMANDS = {
     "demo": (),
-    "generate": (*PAIR, "--prompt", "hello", "--temperature", "1", "--draft-kv-window", "256"),
-    "chat": (*PAIR, "--draft-kv-window", "256"),
-    "audit": (*PAIR, "--draft-kv-window", "256"),
+    "generate": (*PAIR, "--prompt", "hello", "--temperature", "1"),
+    "chat": PAIR,
+    "audit": PAIR,
     "compare": ("--target", "demo-target", "--drafter", "none", "--drafter", "ngram"),
     "plan": ("--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--budget", "24GiB"),
     "study scaling": ("--out", "{absent}"),
@@ -55,7 +55,7 @@ COMMANDS = {
 }  # fmt: skip
 # Options that may be 0 or below, and mean it.
 ZERO = {
-    "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs", "draft_kv_sinks",
+    "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs",
     "presence_penalty", "frequency_penalty", "warmup_fraction", "warmup_steps", "weight_decay",
     "long_fraction", "total_variation_weight", "oracle", "budget_s", "acceptance", "per_position",
     "draft_kv_windows", "allowed_token_ids",
@@ -116,7 +116,7 @@ def outcome(monkeypatch, tmp_path):
     def start(*args, **kwargs):
         raise Started
 
-    load_model = resolve.load_model
+    load_model = loading.load_model
     for module in [module for name, module in sys.modules.items() if name.startswith("jaxspec")]:
         if getattr(module, "load_model", None) is load_model:
             monkeypatch.setattr(module, "load_model", start)

@@ -89,7 +89,8 @@ def test_what_does_not_fit_is_refused(refused):
         "plan", "--target", "llama-65m", "--budget", "10MiB", *QUICK
     )
     assert "acceptance of 0.7 was given for the tree" in refused(
-        *("plan", "--target", "llama-65m", "--budget", "1GiB", "--drafter", "ngram[4]", *QUICK)
+        *("plan", "--target", "llama-65m", "--budget", "1GiB", *QUICK),
+        *("--drafter", '{"kind": "ngram", "branches": 4}'),
     )
     assert "8 KV heads" in refused(
         *("plan", "--target", "llama-2-70b", "--budget", "80GB", "--mesh", "model=3", *QUICK)

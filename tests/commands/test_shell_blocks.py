@@ -58,9 +58,9 @@ NOT_RUN = {
     "jaxspec generate --target lmsys/": "has 7 billion parameters; tests/golden has its layout",
     "jaxspec generate --target MODEL --drafter heads:DIRECTORY": "trained heads; the block after "
     "it trains some and runs the same command",
-    'jaxspec compare --target MODEL --drafter none --drafter "clover[8]:DIRECTORY"': "likewise",
-    'jaxspec compare --target MODEL --drafter none --drafter "flexdraft[': "trained weights; "
-    "tests/commands/test_train.py trains and names some",
+    "jaxspec compare --target MODEL --drafter none --drafter heads:DIRECTORY": "likewise",
+    "jaxspec compare --target MODEL --drafter none --drafter flexdraft:DIRECTORY": "trained "
+    "weights; tests/commands/test_train.py trains and names some",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "
     "tests/analysis/test_planner.py plans small models for meshes",
 }

@@ -17,11 +17,11 @@ from rich.console import Console
 from training.test_training import tiny, write_corpus
 
 from jaxspec import cli
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.lab.studies import scaling
 from jaxspec.lab.studies.scaling import tables
 from jaxspec.lab.studies.scaling.decoding import Decoder, given_prompts, rows_of
+from jaxspec.load.models import load_model
 from jaxspec.training import lm, runs, trunk
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]

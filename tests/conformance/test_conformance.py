@@ -310,7 +310,7 @@ def test_the_wrapping_of_broken_models_breaks_nothing():
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bigram(jaxspec.DrafterBase):
+class Bigram(jaxspec.Drafter):
     """Draws each token from a distribution that depends on the one before it: a drafter that
     samples, and says from what."""
 
@@ -357,7 +357,7 @@ class Bigram(jaxspec.DrafterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class Branches(jaxspec.DrafterBase):
+class Branches(jaxspec.Drafter):
     """A tree: the newest token's successor, its predecessor, and the former's successor."""
 
     name: str = "branches"
@@ -430,7 +430,7 @@ SELDOM = {
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    assert exported - {"Drafter", "DrafterBase"} <= set(DRAFTERS)
+    assert exported - {"Drafter"} <= set(DRAFTERS)
 
 
 @pytest.mark.parametrize(
@@ -495,7 +495,7 @@ def drawing(draw):
     return propose
 
 
-class Switched(jaxspec.DrafterBase):
+class Switched(jaxspec.Drafter):
     """A drafter with its faults in one program.
 
     A fault is functions of the drafter, by name. Which one is on, counted from 1, is among the
@@ -837,7 +837,7 @@ def test_a_lookup_drafts_on_the_battery_s_prompts(longest):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner(jaxspec.DrafterBase):
+class Learner(jaxspec.Drafter):
     """Counts the tokens of all requests in one table, and drafts by their number."""
 
     name: str = "learner"

@@ -12,13 +12,13 @@ import toy
 
 import jaxspec
 from jaxspec.cli import main
-from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench.heads import _TappedNGram
 from jaxspec.lab.bench.measure import fill
 from jaxspec.lab.bench.stages import round_stages
 from jaxspec.lab.cost.heads import HeadsDraft
+from jaxspec.load.drafters import save_drafter
 from jaxspec.models import decoder
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams

@@ -687,7 +687,7 @@ def plan_with(drafter, **changes):
     return plan_memory(toy.model(num_layers=3), None, GIB, drafter=drafter, **options)
 
 
-@pytest.mark.parametrize("name", ["ngram:1-3", "ngram[2]:1-3", "clover2"])
+@pytest.mark.parametrize("name", ["ngram", '{"kind": "ngram", "branches": 2}', "clover2"])
 def test_drafters_without_a_draft_model_are_planned_as_they_are(name):
     """To the byte what their engine takes."""
     drafter = name
@@ -799,10 +799,11 @@ def test_a_tree_costs_one_pass_per_level():
 
 def test_a_tree_is_as_large_as_its_nodes_are_worth():
     """More nodes emit more, and cost more; without any gain from them, none are drafted."""
-    rich = plan_with("ngram[4]", acceptance=BY_NODE, keep=1.0)
-    poor = plan_with("ngram[4]", acceptance=(1e-6,) * 8, keep=1.0)
+    ngram = {"kind": "ngram", "branches": 4}
+    rich = plan_with(ngram, acceptance=BY_NODE, keep=1.0)
+    poor = plan_with(ngram, acceptance=(1e-6,) * 8, keep=1.0)
     assert rich.settings.draft_length > 0 == poor.settings.draft_length
-    assert "'ngram[4]:1-4'" in rich.code
+    assert repr(json.dumps(ngram)) in rich.code
 
 
 def test_heads_are_predicted_to_cost_what_is_read_for_them():
@@ -821,8 +822,8 @@ def test_drafters_that_cannot_be_planned_are_refused():
     with pytest.raises(SettingError, match="Both a draft model and a drafter"):
         plan_memory(TARGET, DRAFT, GIB, drafter="ngram")
     with pytest.raises(SettingError, match=r"acceptance of 0\.7 was given for the tree of ngram"):
-        plan_with("ngram[4]")
+        plan_with({"kind": "ngram", "branches": 4})
     with pytest.raises(SettingError, match=r"acceptance of 0\.7 was given for the tree of draft_m"):
-        plan_with(f"draft_model[{BEAM.name}]:random:llama-65m")
+        plan_with({"model": "random:llama-65m", "tree": BEAM.name})
     with pytest.raises(SettingError, match="The drafter none was given"):
         plan_with("none")

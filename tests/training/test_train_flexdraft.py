@@ -11,8 +11,8 @@ import pytest
 import tiny
 from written import write_texts
 
-from jaxspec.drafters.files import load_drafter
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.load.drafters import load_drafter
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 
 

@@ -11,12 +11,12 @@ import pytest
 import tiny
 from written import write_texts
 
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import load_drafter
+from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import head_accuracy, runs
 from jaxspec.training.heads import HeadsTrainConfig, train_heads

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +26,13 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache import pages as kv
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.growth import Grower, Growth, Level, Tree, count_levels
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_block
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.drafters.tree_names import named_tree
 from jaxspec.drafters.trees import BudgetTree, StaticTree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, PackedWeight, unpacked
@@ -115,7 +116,7 @@ class Expanded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
-class Heads(DrafterBase):
+class Heads(TrainedDrafter):
     """Drafts with Medusa's, Hydra's, Clover's or Clover-2's heads, each row by its own sampling
     parameters: greedily where the row is greedy.
 
@@ -146,6 +147,9 @@ class Heads(DrafterBase):
     label: str
     target: Model | None
 
+    kind: ClassVar[str] = "heads"
+    config_type: ClassVar[type] = HeadsConfig
+    param_shapes = staticmethod(param_shapes)
     taps: ClassVar[tuple[int, ...]] = (LAST,)
     uses_target: ClassVar[bool] = True
     # What a row's scores are multiplied by before they become probabilities; see `Grower`. Draft
@@ -160,24 +164,44 @@ class Heads(DrafterBase):
         config: HeadsConfig,
         params: PyTree,
         *,
-        tree: Tree | Literal["chain"] | None = None,
+        tree: Tree | str | int | None = None,
         name: str = "",
     ):
-        """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains."""
+        """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains, and
+        others may be named, see `named_tree`."""
         check_kind("config", config, HeadsConfig, "a HeadsConfig")
         name = text("name", name)
         check_params(config, params, name)
         if tree is None:
             tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
-        grown = None if isinstance(tree, str) and tree == "chain" else tree
+        if isinstance(tree, str | int):
+            tree = None if tree == "chain" else named_tree(tree, most_levels=config.num_heads)
+        grown = tree
         if grown is not None:
-            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or 'chain'")
+            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or a name")
         if grown is not None and grown.max_depth > config.num_heads:
             raise SettingError(
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
                 f"{config.num_heads} heads, one for each level; make it shallower."
             )
         self._set(config=config, params=params, tree=grown, label=name, target=None)
+
+    @staticmethod
+    def check_settings(*, tree: Any = None) -> None:
+        """Raises `SettingError` if there is no tree of this name."""
+        if isinstance(tree, str | int) and tree != "chain":
+            named_tree(tree, most_levels=1)
+
+    @staticmethod
+    def param_dtype(path: tuple[str | int, ...], dtype: Any) -> jnp.dtype:
+        """Of a parameter of heads of `dtype`: a token map has integers."""
+        return jnp.dtype(jnp.int32 if path == ("token_map",) else dtype)
+
+    @staticmethod
+    def fit(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
+        """The target's dtype; raises `ModelError` if its head cannot be used by itself, or it has
+        another width or vocabulary."""
+        return check_sizes(config, target, name)
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():

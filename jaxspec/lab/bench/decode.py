@@ -54,8 +54,8 @@ class DecodeOptions(Bench):
     draft: str | None = None
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token with a lower probability), or your own `package.module:factory`."""
+    """As in `jaxspec generate`; with settings a JSON object, such as `{"kind": "ngram", "branches":
+    4}`."""
     oracle: float | None = None
     """Draft what the target will emit, each token right with this probability, at the cost of the
     draft model; for models without trained weights (`random:PRESET`). Synthetic."""

@@ -18,7 +18,6 @@ import numpy as np
 from jaxspec.decode.settings import check_num_nodes
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.flexdraft.config import flex_config
 from jaxspec.drafters.flexdraft.drafter import FlexDraft, Mode
 from jaxspec.drafters.ngram import NGram
@@ -32,6 +31,7 @@ from jaxspec.lab.bench.measure import (
 from jaxspec.lab.bench.speeds import SPEEDS, speed_rows
 from jaxspec.lab.compare import Candidate, mean_interval, run_candidates
 from jaxspec.lab.cost import model as cost
+from jaxspec.load.drafters import load_drafter
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import PromptLine, load_prompts

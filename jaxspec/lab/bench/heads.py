@@ -17,9 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.drafters.base import Drafter, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.heads.config import Kind, heads_config
 from jaxspec.drafters.heads.drafter import Heads
@@ -38,6 +37,7 @@ from jaxspec.lab.bench.stages import round_stages
 from jaxspec.lab.compare import Candidate, mean_interval, run_candidates
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.heads import predicted_draft
+from jaxspec.load.drafters import load_drafter
 from jaxspec.models.base import LAST, LanguageModel
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
@@ -433,7 +433,7 @@ class HeadsBench(PairBench):
     ) -> tuple[dict[str, Repeated], int]:
         """The stages of a round on rows in mid-decode, and the levels that it drafts; of heads with
         fewer than `nodes` in a chain, as many as there are."""
-        nodes = min(nodes, with_defaults(drafter).num_nodes or nodes)
+        nodes = min(nodes, drafter.num_nodes or nodes)
         engine = Engine(
             target,
             drafter,

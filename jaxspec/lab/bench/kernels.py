@@ -8,10 +8,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.forward import ForwardBench
 from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
+from jaxspec.load.models import load_model
 from jaxspec.runtime.report import Columns
 
 NAMES: tuple[KernelsName, KernelsName] = ("xla", "native")

@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.forward import ForwardBench
+from jaxspec.load.models import load_model
 from jaxspec.models.base import with_kv_dtype
 from jaxspec.runtime.report import Columns
 

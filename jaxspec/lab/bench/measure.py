@@ -22,9 +22,9 @@ import numpy as np
 from jax import lax
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS

@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, ClassVar
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench import measure
 from jaxspec.lab.bench.measure import Bench, Dtype
+from jaxspec.load.models import load_model
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 

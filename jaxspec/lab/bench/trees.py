@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree, best_static_tree
@@ -30,6 +29,7 @@ from jaxspec.lab.bench.measure import (
 from jaxspec.lab.bench.speeds import SPEED, speed_rows
 from jaxspec.lab.bench.stages import forward_runs, round_stages
 from jaxspec.lab.compare import Candidate, mean_interval, run_candidates
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion

@@ -20,8 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, get_args
 
 import jax
@@ -83,7 +84,7 @@ def plan_memory(
     draft: LanguageModel | ModelConfig | str | None,
     budget_bytes: int,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Mapping[str, Any] | None = None,
     batch: int = 8,
     context: int = 1024,
     prompt_tokens: int | None = None,
@@ -112,7 +113,7 @@ def plan_memory(
       budget_bytes: that weights, state and temporaries may take together, per device.
       drafter: what drafts instead of `draft`, as `Engine` takes it: n-grams, heads, FlexDraft, a
         draft model with a tree or other settings, or a drafter of your own. A draft model that is
-        named (presets too, as in `draft_model[4x4:12]:qwen3-0.6b`) is planned like `draft`, with
+        named (presets too, as in `draft_model:qwen3-0.6b`) is planned like `draft`, with
         what the name says; everything else is planned as it is. `flexdraft` without a name of
         weights has the paper's sizes for the target. Draft lengths of a tree are numbers of nodes.
       batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
@@ -198,7 +199,12 @@ def plan_memory(
     )
     if drafter is not None and drafting is None:
         found = find_drafter(drafter, described, request.dtype)
-        request = dataclasses.replace(request, drafter=found)
+        given = (
+            json.dumps(drafter)
+            if isinstance(drafter, Mapping)
+            else getattr(drafter, "name", drafter)
+        )
+        request = dataclasses.replace(request, drafter=found, given=given)
     if request.drafts_trees and isinstance(acceptance, (int, float)):
         raise SettingError(
             f"An acceptance of {acceptance:g} was given for the tree of {request.drafter_name}, "
@@ -433,7 +439,7 @@ class Planner:
             target=request.target.name,
             draft=None if request.draft is None else request.draft.name,
             draft_options=request.draft_options,
-            drafter=None if request.drafter is None else request.drafter.name,
+            drafter=request.given,
             dtype=request.dtype,
             device=self.speed.devices[0].name,
             platform=jax.default_backend() if request.is_here else "gpu",

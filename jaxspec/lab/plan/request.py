@@ -13,25 +13,20 @@ import jax
 
 from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
 from jaxspec.drafters.flexdraft.config import flex_config
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.drafters.flexdraft.shapes import as_shapes, shape_flexdraft
 from jaxspec.drafters.growth import Tree
-from jaxspec.drafters.names import (
-    make_drafter,
-    names_draft_model,
-    names_flexdraft,
-    parse_draft_model,
-    parse_flexdraft,
-)
+from jaxspec.drafters.tree_names import named_tree
 from jaxspec.engine.plan import PlanSettings
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName
 from jaxspec.lab.cost import model as cost
+from jaxspec.load.drafters import make_drafter, parse_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -135,7 +130,7 @@ class DescribedDraft:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def describe_draft(drafter: Drafter | str) -> DescribedDraft | None:
+def describe_draft(drafter: Drafter | str | Mapping[str, Any]) -> DescribedDraft | None:
     """The draft model that an object or a name as in `jaxspec generate` stands for; None if it
     stands for another drafter."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, LanguageModel):
@@ -153,16 +148,23 @@ def describe_draft(drafter: Drafter | str) -> DescribedDraft | None:
                 "draft_kv_dtypes": (drafter.model.kv_dtype,),
             },
         )
-    if not isinstance(drafter, str) or not names_draft_model(drafter):
+    if isinstance(drafter, Drafter) or drafter in ("none", "flexdraft"):
         return None
-    name = parse_draft_model(drafter)
-    options, fixed = dict(name.options), {}
-    if "kv_window" in options:
-        fixed["draft_kv_windows"] = (options.pop("kv_window"),)
-    return DescribedDraft(model=describe(name.model), options=options, fixed=fixed)
+    kind, options = parse_drafter(drafter)
+    if kind != "draft_model":
+        return None
+    model, fixed = options.pop("model"), {}
+    for name in ("kv_window", "kv_dtype"):
+        if name in options:
+            fixed[f"draft_{name}s"] = (options.pop(name),)
+    if isinstance(options.get("tree"), str):
+        options["tree"] = named_tree(options["tree"])
+    return DescribedDraft(model=describe(model), options=options, fixed=fixed)
 
 
-def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> DrafterBase:
+def find_drafter(
+    drafter: Drafter | str | Mapping[str, Any], target: Described, dtype: str
+) -> Drafter:
     """A drafter that is planned as it is, of an object or a name. FlexDraft comes as shapes; named
     without weights it has the paper's sizes.
 
@@ -175,15 +177,12 @@ def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> Draft
       SettingError: it is none that can be planned.
     """
     model = shape_model(target.config, name=target.name, dtype=parse_dtype(dtype))
-    if isinstance(drafter, str) and names_flexdraft(drafter):
-        mode, weights = parse_flexdraft(drafter)
-        if weights is None:
-            config = flex_config(target.config)
-            return shape_flexdraft(config, dtype=model.dtype, mode=mode or "auto", name=NO_WEIGHTS)
+    if drafter == "flexdraft":
+        return shape_flexdraft(flex_config(target.config), dtype=model.dtype, name=NO_WEIGHTS)
     made = make_drafter(drafter, model)
     if isinstance(made, FlexDraft):
         return as_shapes(made, dtype=model.dtype)
-    found = None if made is None else with_defaults(made)
+    found = made
     if found is None or isinstance(found, DraftModel) or found.uses_target_cache:
         name = "none" if found is None else found.name
         raise SettingError(
@@ -205,7 +204,8 @@ class PlanRequest:
     target: Described
     draft: Described | None
     draft_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    drafter: DrafterBase | None = None
+    drafter: Drafter | None = None
+    given: str | None = None
     batch: int
     context: int
     prompt_tokens: int
@@ -284,9 +284,9 @@ class PlanRequest:
             return tuple(range(9))
         return tuple(length - 1 for length in window_buckets(num_nodes + 1))
 
-    def drafter_at(self, settings: PlanSettings) -> DrafterBase | None:
+    def drafter_at(self, settings: PlanSettings) -> Drafter | None:
         """The drafter that is planned as it is, in the variant that an engine with these settings
-        uses (`DrafterBase.choose_variant`)."""
+        uses (`Drafter.choose_variant`)."""
         if self.drafter is None:
             return None
         shape = EngineShape(

@@ -15,7 +15,6 @@ from jaxspec.drafters.heads.config import (
     block_config,
     heads_config,
 )
-from jaxspec.drafters.heads.other_layouts import EXPORTED
 from jaxspec.errors import SettingError
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.options import check_between
@@ -67,7 +66,6 @@ class HeadsTrainConfig(DrafterTrainConfig):
     schedule: Literal["cosine", "trunk"] = "cosine"
     branches: tuple[int, ...] = ()
     warmup_steps: int = 40
-    format: Literal["vllm", "clover2"] | None = None
     tree_nodes: tuple[int, ...] = (4, 16)
 
     def __post_init__(self):
@@ -95,11 +93,6 @@ class HeadsTrainConfig(DrafterTrainConfig):
             raise SettingError(
                 f"gate was given with connection {self.connection}, which has none; leave one of "
                 "them out."
-            )
-        if self.format is not None and EXPORTED[self.format][0] != self.kind:
-            raise SettingError(
-                f"format {self.format} was given for {self.kind}; it holds "
-                f"{EXPORTED[self.format][0]} heads, so leave it out."
             )
         for nodes in self.tree_nodes:
             if nodes < 1:

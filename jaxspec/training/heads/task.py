@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import export_drafter, save_drafter
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import save_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.compilation import Program
 from jaxspec.training import drafters, runs
@@ -142,9 +142,6 @@ class Task:
         trees = best_trees(measured, config.tree_nodes)
         drafter = Heads(self.heads, self._cast(params))
         save_drafter(drafter, out / "heads", target=self.target, overwrite=True)
-        if config.format is not None:
-            path = out / config.format
-            export_drafter(drafter, path, config.format, target=self.target, overwrite=True)
         return {
             "kind": config.kind,
             "steps": steps,

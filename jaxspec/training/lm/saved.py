@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 import tokenizers
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import check_repeatable

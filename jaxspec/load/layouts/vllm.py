@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from jaxspec.checkpoint.format import LeafPath
 from jaxspec.convert.hf_config import HFConfig
@@ -85,18 +84,4 @@ def _head(config: HeadsConfig, tensors: Tensors, path: LeafPath, name: str) -> L
     return Leaf(path, sources, lambda weight, tokens: [(..., weight[tokens].T)])
 
 
-def _config_fields(config: HeadsConfig) -> dict[str, Any]:
-    return {
-        "architectures": ["MedusaModel"],
-        "model_type": "medusa",
-        "hidden_size": config.width,
-        "vocab_size": config.vocab_size,
-        "truncated_vocab_size": config.num_head_tokens or config.vocab_size,
-        "num_heads": config.num_heads,
-        "num_hidden_layers": config.num_layers,
-        "medusa_fc_bias": True,
-        "original_lm_head": config.shares_head,
-    }
-
-
-VLLM = Layout("vLLM", _is_vllm, _selected, _read_config, _leaves, _config_fields)
+VLLM = Layout("vLLM", _is_vllm, _selected, _read_config, _leaves)

@@ -1,4 +1,4 @@
-"""Heads in the layouts of other projects, read and written: Medusa's, vLLM's, Clover-2's.
+"""Heads in the layouts of other projects: Medusa's, vLLM's, Clover-2's.
 
 They are read as they are, and not converted first: they are small.
 """
@@ -6,85 +6,48 @@ They are read as they are, and not converted first: they are small.
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+import functools
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.checkpoint.format import LeafPath
+from jaxspec.checkpoint.format import leaf_paths
 from jaxspec.convert import hf_reader, hub
 from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.known import refuse_known
 from jaxspec.convert.mapping import Leaf
-from jaxspec.convert.writer import assemble
-from jaxspec.drafters.heads.config import HeadsConfig, Kind, param_shapes
-from jaxspec.drafters.heads.drafter import Heads, check_sizes
-from jaxspec.drafters.heads.layouts import clover2, medusa, vllm
-from jaxspec.drafters.heads.layouts.tables import Layout, TargetSizes, Tensors
-from jaxspec.drafters.stored import (
-    as_params,
-    at_path,
-    leaf_paths,
-    sharding_of,
-    tensors_of,
-    warn_of_other_weights,
-    write_tensors,
-)
-from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError
-from jaxspec.kernels.base import unpacked
-from jaxspec.models.base import HeadedModel, LanguageModel, Model
+from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.errors import CheckpointError, ModelError
+from jaxspec.models.base import HeadedModel, Model
 from jaxspec.runtime.files import is_there
 from jaxspec.types import PyTree
 
+from . import clover2, medusa, vllm
+from .tables import Layout, Layouts, TargetSizes, Tensors, place, warn_of_other_weights
+
 # Those that are files of their own are recognised by the files' names, the others in this order.
 _LAYOUTS = (clover2.CLOVER2, medusa.MERGED, vllm.VLLM)
-EXPORTED: dict[str, tuple[Kind, Layout]] = {
-    "vllm": ("medusa", vllm.VLLM),
-    "clover2": ("clover2", clover2.CLOVER2),
-}
-NAMES_OF_HEADS = (
+NAMES = (
     "name a directory that jaxspec train heads wrote, one with medusa_lm_head.safetensors or "
     "another known layout, or a hub id such as FasterDecoding/medusa-vicuna-7b-v1.3"
 )
 _COMPARED_ROWS = 4096  # of the target's head at once
 
 
-def leaf_shapes(config: HeadsConfig) -> dict[LeafPath, tuple[int, ...]]:
-    """Shape of every parameter by its path, e.g. `("heads", 0, "blocks", 0, "weight")`."""
-    return dict(leaf_paths(param_shapes(config)))
+def matches(directory: Path) -> bool:
+    """Whether file names or `config.json` say that a directory holds heads. A merged model, which
+    holds its target too, is a model."""
+    if any(is_there(directory / own) for own in medusa.FILES):
+        return True
+    hf = _config(directory)
+    return hf.get("clover") is not None or hf.get("model_type") == "medusa"
 
 
-def dtype_of(path: LeafPath, dtype: Any) -> np.dtype:
-    """Of a parameter in a drafter of `dtype`: a token map has integers."""
-    return np.dtype(np.int32) if path == ("token_map",) else np.dtype(dtype)
-
-
-def stored_dtype(params: PyTree, shapes: Mapping[LeafPath, Any]) -> np.dtype:
-    """Of the parameters, all of which have one but for the token map."""
-    return np.dtype(next(at_path(params, path).dtype for path in shapes if path != ("token_map",)))
-
-
-def check_fits(
-    config: HeadsConfig, target: Model, directory: Path, *, kind: Kind | None
-) -> np.dtype:
-    """The target's dtype; raises `ModelError` unless heads are of this kind, and fit it."""
-    if kind not in (None, config.kind):
-        raise ModelError(
-            f"{directory} holds heads of kind {config.kind}, and {kind} was asked for; write "
-            f"{config.kind}:{directory}."
-        )
-    return np.dtype(check_sizes(config, target, str(directory)))
-
-
-# Reading
-
-
-def fetch_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Path:
+def fetch(files: Iterable[str], get: Callable[[list[str]], Path]) -> Path:
     """Fetches what holds heads: a file of their own, or the shards with heads of a merged model.
 
     Raises:
@@ -94,23 +57,21 @@ def fetch_heads(files: Iterable[str], fetch: Callable[[list[str]], Path]) -> Pat
     config = "config.json"
     for own in medusa.FILES:
         if own in files:
-            return fetch([config, own])
+            return get([config, own])
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         whole = index.removesuffix(".index.json")
         if index in files and whole not in files:
-            directory = fetch([config, index])
+            directory = get([config, index])
             stated = HFConfig(hf_reader.read_json(directory / index), index).section("weight_map")
             if not any(each.matches(_config(directory), stated.fields) for each in _LAYOUTS):
                 raise _no_heads(directory)
             shards = hf_reader.shard_names(directory / index, prefix=medusa.PREFIX)
             shards = shards or hf_reader.shard_names(directory / index)
-            return fetch([config, index, *shards])
-    return fetch([config, hub.weight_patterns(files)])
+            return get([config, index, *shards])
+    return get([config, hub.weight_patterns(files)])
 
 
-def read_layout(
-    directory: Path, target: Model, *, dtype: Any, kind: Kind | None
-) -> tuple[HeadsConfig, PyTree]:
+def read(directory: Path, target: Model, dtype: Any) -> tuple[HeadsConfig, PyTree]:
     """Configuration and parameters of heads in another project's layout."""
     layout, tensors, hf = _find(directory)
     sizes = TargetSizes(
@@ -119,8 +80,8 @@ def read_layout(
     )
     tensors_of_heads = layout.select(tensors)
     config = layout.read_config(tensors_of_heads, hf, sizes)
-    fitting = check_fits(config, target, directory, kind=kind)
-    assert isinstance(target, HeadedModel), "check_sizes has said so"
+    fitting = Heads.fit(config, target, str(directory))
+    assert isinstance(target, HeadedModel), "fit has said so"
     leaves = layout.leaves(config, tensors_of_heads, hf)
     hf_reader.check_tensors(
         tensors_of_heads,
@@ -135,10 +96,10 @@ def read_layout(
         _compare_head(config, tensors, target, directory)
     elif not config.shares_head and _all_are_the_targets(leaves, tensors_of_heads, target):
         config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
-        kept = leaf_shapes(config)
+        kept = dict(leaf_paths(param_shapes(config)))
         leaves = [leaf for leaf in leaves if leaf.path in kept]
-    dtype = fitting if dtype is None else dtype
-    return config, _place(config, leaves, tensors_of_heads, sharding_of(target), dtype=dtype)
+    dtype_of = functools.partial(Heads.param_dtype, dtype=fitting if dtype is None else dtype)
+    return config, place(leaves, tensors_of_heads, param_shapes(config), dtype_of, target)
 
 
 def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig]:
@@ -187,7 +148,7 @@ def _config(directory: Path) -> HFConfig:
 
 def _no_heads(directory: Path) -> ModelError:
     return ModelError(
-        f"{directory} holds no heads in a layout that is known here; {NAMES_OF_HEADS}, and name a "
+        f"{directory} holds no heads in a layout that is known here; {NAMES}, and name a "
         "draft model as draft_model:MODEL."
     )
 
@@ -207,28 +168,6 @@ def _check_token_map(tokens: np.ndarray, config: HeadsConfig, directory: Path) -
             f"The token_map in {directory} does not name {len(tokens)} different tokens below "
             f"{config.vocab_size}; fetch the file again."
         )
-
-
-def _place(
-    config: HeadsConfig,
-    leaves: list[Leaf],
-    tensors: Tensors,
-    sharding: jax.sharding.Sharding,
-    *,
-    dtype: Any,
-) -> PyTree:
-    """The parameters as they are placed; what is made of the same tensors (a head that serves all)
-    is placed once."""
-    shapes = leaf_shapes(config)
-    of_sources: dict[tuple[str, ...], jax.Array] = {}
-    placed: dict[LeafPath, jax.Array] = {}
-    for leaf in leaves:
-        names = tuple(leaf.sources)
-        if not names or names not in of_sources:
-            array = assemble(leaf, shapes[leaf.path], tensors, dtype_of(leaf.path, dtype))
-            of_sources[names] = jax.device_put(np.ascontiguousarray(array), sharding)
-        placed[leaf.path] = of_sources[names]
-    return as_params(param_shapes(config), placed.__getitem__)
 
 
 # The target's head in the files of heads
@@ -289,89 +228,7 @@ def _compare_head(
             f"{clover2.HEAD}; only heads whose embedding is the target's head can be used here."
         )
     if loaded and not _is_targets_head(loaded[0], target, None):
-        warn_of_other_weights(
-            "heads", directory, f"the model with the {clover2.HEAD} in it", target
-        )
+        warn_of_other_weights(directory, f"the model with the {clover2.HEAD} in it", target)
 
 
-# Writing layouts of other projects
-
-
-def export_heads(
-    heads: Heads,
-    directory: str | os.PathLike,
-    format: str,
-    *,
-    target: LanguageModel,
-    overwrite: bool = False,
-) -> None:
-    """`export_drafter` of heads.
-
-    Warns:
-      JaxspecWarning: Clover-2's release computes these heads otherwise than they were trained.
-    """
-    config = heads.config
-    kind, layout = EXPORTED.get(format, (None, None))
-    if layout is None or layout.config_fields is None or kind != config.kind:
-        kinds = ", ".join(f"{name} for {kind}" for name, (kind, _) in EXPORTED.items())
-        raise ModelError(
-            f"Heads of kind {config.kind} were to be written as {format!r}; there is {kinds}, and "
-            "save_drafter for all kinds."
-        )
-    check_sizes(config, target, heads.name)
-    fields = layout.config_fields(config)
-    hf = HFConfig(fields, "config.json")
-    params = unpacked(heads.params)
-    dtype = stored_dtype(params, leaf_shapes(config))
-    tensors = tensors_of(layout.leaves(config, {}, hf), params)
-    tokens = jnp.arange(target.vocab_size, dtype=jnp.int32)
-    head = np.asarray(target.head_rows(target.params, tokens)).astype(dtype)
-    if config.kind == "clover2":
-        tensors |= {clover2.HEAD: head, clover2.EMBEDDING: head}
-        _check_released_form(config, hf)
-    elif config.shares_head:
-        tensors["lm_heads.0.weight"] = head
-    fields["torch_dtype"] = dtype.name
-
-    write_tensors(
-        directory,
-        fields,
-        tensors,
-        what=f"Exporting {heads.name}",
-        overwrite=overwrite,
-        may_replace=holds_export,
-    )
-
-
-def _check_released_form(config: HeadsConfig, hf: HFConfig) -> None:
-    """Raises `ModelError` for heads that the layout cannot describe; warns of those that Clover-2's
-    release would compute otherwise."""
-    assert config.block is not None
-    stated = dataclasses.replace(
-        config, gate="cosine", num_gate_heads=config.block.num_query_heads, has_silu=False
-    )
-    if stated != config:
-        raise ModelError(
-            f"Heads with gate {config.gate!r}, num_gate_heads {config.num_gate_heads} and has_silu "
-            f"{config.has_silu} were to be written in Clover-2's layout, which knows 'cosine', "
-            f"{config.block.num_query_heads} and False; use save_drafter."
-        )
-    if not clover2.is_released_form(config.block):
-        warnings.warn(
-            f"Clover-2's release computes Llama layers that rotate with base "
-            f"{clover2.ROPE_THETA:g}, and these heads have {config.block.family} layers that "
-            f"rotate with base {config.block.rope.theta:g}; jaxspec reads the files as they were "
-            "trained, the release does not.",
-            JaxspecWarning,
-            stacklevel=3,
-        )
-
-
-def holds_export(directory: Path) -> bool:
-    """Whether there are heads in a layout that is written here. Merged models, which hold their
-    target too, are not."""
-    try:
-        layout, _, _ = _find(directory)
-    except (ModelError, CheckpointError):
-        return False
-    return any(layout is exported for _, exported in EXPORTED.values())
+LAYOUTS = Layouts(matches, fetch, read, NAMES)

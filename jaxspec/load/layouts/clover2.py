@@ -10,9 +10,9 @@
     lm_head, clover_embed_tokens    the target's head, twice: compared, and not loaded
 
 `config.json` is a Llama's, with an object `clover` that states the number of heads. The release
-rotates with base 10,000 whatever the target does. Layers of another base or family are written with
-`rope_theta` in that object, and with the names that their tensors have in a model; the release
-would not compute them rightly.
+rotates with base 10,000 whatever the target does. Files of an earlier jaxspec may have layers of
+another base or family, with `rope_theta` in that object, and with the names that their tensors have
+in a model.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable
-from typing import Any
 
 from jaxspec.convert.conversion import find_family, read_model_config
-from jaxspec.convert.hf_config import HFConfig, config_fields
+from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.models.config import ModelConfig
@@ -98,28 +97,6 @@ def _layers(block: ModelConfig, hf: HFConfig) -> list[Leaf]:
     ]
 
 
-def is_released_form(block: ModelConfig) -> bool:
-    """Whether the release computes such a block as it was trained."""
-    is_plain = not (block.has_qkv_bias or block.has_output_bias or block.has_qk_norm)
-    has_all = block.num_query_heads * block.head_size == block.width
-    return (
-        block.family == "llama"
-        and is_plain
-        and has_all
-        and block.rope.theta == ROPE_THETA
-        and not any(block.sliding_windows)
-    )
-
-
-def _config_fields(config: HeadsConfig) -> dict[str, Any]:
-    block = _block(config)
-    clover: dict[str, float] = {"num_heads": config.num_heads, "num_layers": block.num_layers}
-    if block.rope.theta != ROPE_THETA:
-        clover["rope_theta"] = block.rope.theta
-    fields = config_fields(block, end_of_text=None, dtype="float32")
-    return {**fields, "num_hidden_layers": 1, "clover": clover}
-
-
 def _block(config: HeadsConfig) -> ModelConfig:
     assert config.block is not None, "Clover-2's heads always have one"
     return config.block
@@ -129,6 +106,4 @@ def _selected(tensors: Tensors) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if name not in (HEAD, EMBEDDING)}
 
 
-CLOVER2 = Layout(
-    "Clover-2's release", _is_clover2, _selected, _read_config, _leaves, _config_fields
-)
+CLOVER2 = Layout("Clover-2's release", _is_clover2, _selected, _read_config, _leaves)
