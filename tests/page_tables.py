@@ -1,4 +1,4 @@
-"""The tables of figures on the pages, made from the result files: `python -m tests.tables`.
+"""The tables of figures on the pages, made from the result files: `python -m tests.page_tables`.
 
 A table stands on a page below a line `<!-- table: NAME -->`, NAME a function of this module.
 """
