@@ -141,7 +141,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             print(f"error: {error} {HELP}.", file=sys.stderr)
             return []
         num_kept = chat.session.num_kept_tokens
-        kv_bytes = engine.executor.row_bytes(num_kept)
+        kv_bytes = engine.row_store.row_bytes(num_kept)
         said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
         console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
         return [{**completion.to_json(), "num_kept_tokens": num_kept, "kv_bytes": kv_bytes}]

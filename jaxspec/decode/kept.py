@@ -172,20 +172,3 @@ def shape_of_page(state: DecodeState) -> PyTree:
     """Shapes of what `take_page` returns for a state (or for its shapes)."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return jax.eval_shape(take_page, state, number, number)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowFunctions:
-    """The functions above on one device; `ShardedLoop` has them for all shards of a mesh."""
-
-    parts: RoundParts
-    take_page = staticmethod(take_page)
-    put_page = staticmethod(put_page)
-    take_rest = staticmethod(take_rest)
-    put_rest = staticmethod(put_rest)
-
-    def continue_row(
-        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: Any
-    ) -> DecodeState:
-        """See `continue_row` of this module."""
-        return continue_row(self.parts, params, state, row, *arguments)

@@ -274,3 +274,13 @@ class DecodeLoop:
     ) -> DecodeState:
         """State after `num_rounds` rounds, or fewer."""
         return run(self.parts, params, state, num_rounds, min_running)
+
+    def on_row(
+        self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
+    ) -> DecodeState:
+        """`function(params, state, row, *arguments)`, where the row is."""
+        return function(params, state, row, *arguments)
+
+    def of_row(self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array) -> PyTree:
+        """What `function(state, row, *arguments)` returns, where the row is."""
+        return function(state, row, *arguments)

@@ -28,7 +28,6 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import KVCache, LayerCache
-from jaxspec.decode import kept
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.state import Admission, has_rows
@@ -249,41 +248,7 @@ class ShardedLoop:
     ) -> DecodeState:
         """State with a request in row `row` (int32 scalar, numbered across all shards); its prompt
         is still to be prefilled."""
-        return self._on_row(self._of_shard.admit, params, state, row, admission)
-
-    def continue_row(
-        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
-    ) -> DecodeState:
-        """`kept.continue_row` for a row numbered across all shards."""
-        return self._on_row(
-            kept.RowFunctions(self.parts).continue_row, params, state, row, *arguments
-        )
-
-    def take_page(self, state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
-        """`kept.take_page` for a row numbered across all shards."""
-        return self._of_row(kept.take_page, state, row, index)
-
-    def take_rest(self, state: DecodeState, row: jax.Array) -> PyTree:
-        """`kept.take_rest` for a row numbered across all shards."""
-        return self._of_row(kept.take_rest, state, row)
-
-    def put_page(
-        self, state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
-    ) -> DecodeState:
-        """`kept.put_page` for a row numbered across all shards."""
-
-        def put_page(_, state, row, index, pages):
-            return kept.put_page(state, row, index, pages)
-
-        return self._on_row(put_page, (), state, row, index, pages)
-
-    def put_rest(self, state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
-        """`kept.put_rest` for a row numbered across all shards."""
-
-        def put_rest(_, state, row, rest):
-            return kept.put_rest(state, row, rest)
-
-        return self._on_row(put_rest, (), state, row, rest)
+        return self.on_row(self._of_shard.admit, params, state, row, admission)
 
     def prefill(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
@@ -319,7 +284,7 @@ class ShardedLoop:
 
         return self._on_shards(on_shard, (P(DATA),))(state)
 
-    def _on_row(
+    def on_row(
         self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
     ) -> DecodeState:
         """`function(params, state, row, *arguments)` on the shard that has the row."""
@@ -334,9 +299,7 @@ class ShardedLoop:
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
         return on_shards(params, state, is_here, row % self.rows_per_shard, arguments)
 
-    def _of_row(
-        self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array
-    ) -> PyTree:
+    def of_row(self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array) -> PyTree:
         """What `function(state, row, *arguments)` returns on the shard that has the row."""
 
         def on_shard(state, row, arguments):

@@ -11,7 +11,7 @@ import jax
 
 from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.adaptive import AdaptiveDrafting
+from jaxspec.engine.adaptive import AdaptiveDrafting, FixedDrafting
 from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, executor_of
@@ -65,6 +65,7 @@ class Engine:
       config: the settings.
       executor: holds the rows on the device and the compiled programs; for checks and measurements.
       queue: requests that are waiting or have a row.
+      row_store: moves rows that sessions keep; for checks and measurements.
       shape: `EngineShape` of the batch.
 
     Raises:
@@ -115,8 +116,8 @@ class Engine:
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows
         self.draft_length, self.adaptive = _drafting(self.executor, drafter, config.draft_length)
-        self._core = EngineCore(self.executor, config, adaptive=self.adaptive)
-        self.queue = self._core.queue
+        self._core = EngineCore(self.executor, config, drafting=self.adaptive or FixedDrafting())
+        self.queue, self.row_store = self._core.queue, self._core.kept.rows
         self._intake = Intake(self.executor, self.draft_length, self.max_logprobs)
 
     @classmethod

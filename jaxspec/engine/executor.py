@@ -29,9 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import pages as kv
-from jaxspec.decode import invariants, kept
+from jaxspec.decode import invariants
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
-from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.settings import (
@@ -39,7 +38,6 @@ from jaxspec.decode.settings import (
     check_exactness,
     check_num_nodes,
     home_of,
-    pinned_memory,
     warn_of_long_rows,
 )
 from jaxspec.decode.sharded import ShardedLoop, check_mesh
@@ -47,14 +45,13 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
-from jaxspec.engine.memory import Memory, measure_memory, num_bytes
+from jaxspec.engine.memory import Memory, measure_memory
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.decoder import without_tied_head
-from jaxspec.models.width_probe import is_width_invariant
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
@@ -64,9 +61,6 @@ from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
 _log = logging.getLogger(__name__)
-
-# Compiled when a session first needs them, not by `warm_up`.
-SESSION_PROGRAMS = ("continue", "take_page", "take_rest", "put_page", "put_rest")
 
 
 class Executor:
@@ -180,18 +174,7 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
-        rows = everywhere if isinstance(everywhere, ShardedLoop) else kept.RowFunctions(parts)
-        on_copies: dict[str, Any] = {"out_shardings": self._home_of_copies}
-        returned: dict[str, Any] = {"donate_argnums": 0, **on_home}
-        self.programs |= {
-            "continue": self.program("next turn", rows.continue_row, **updates),
-            "take_page": self.program("copying of a page", rows.take_page, **on_copies),
-            "take_rest": self.program("copying of a row", rows.take_rest, **on_copies),
-            "put_page": self.program("return of a page", rows.put_page, **returned),
-            "put_rest": self.program("return of a row", rows.put_rest, **returned),
-        }
-        unused = SESSION_PROGRAMS
-        unused += () if is_adaptive else ("prefill_target", "catch_up", "lag")
+        unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -340,98 +323,6 @@ class Executor:
         self.admit(row, request, draft_length=draft_length, arrival=arrival)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self.prefill({row: start})
-
-    # Rows that are kept after their request has ended; see `decode.kept`.
-
-    def continue_row(
-        self,
-        row: int,
-        request: Request,
-        *,
-        draft_length: int,
-        num_kept: int,
-        start: int,
-        arrival: int = 0,
-    ) -> None:
-        """Puts a request into a row that holds the KV of the first `num_kept` tokens of its prompt;
-        `prefill` must prefill the prompt from `start` on.
-
-        Args:
-          row: the row of an earlier request, or one filled by `put_row`.
-          request: as in `admit`.
-          draft_length: as in `admit`.
-          num_kept: must be less than the length of the prompt.
-          start: must be at most `num_kept`.
-          arrival: as in `admit`.
-        """
-        admission = make_admission(request, self.parts, draft_length=draft_length, arrival=arrival)
-        self.state = self.programs["continue"](
-            self.params, self.state, np.int32(row), admission, np.int32(num_kept), np.int32(start)
-        )
-
-    @property
-    def _home_of_copies(self) -> Any:
-        """The sharding of a row's copies: every device of a mesh has them."""
-        if self.mesh is None:
-            return self.home
-        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-
-    @functools.cached_property
-    def parking_place(self) -> jax.sharding.Sharding | None:
-        """Where copies of rows are kept on the host: memory that the device can copy to and from
-        directly, or None for NumPy arrays. It is None on a mesh, where each device would have a
-        copy, and on a CPU, whose memory is the host's."""
-        home = self._home_of_copies if self.mesh is None else None
-        return None if home is None else pinned_memory(home)
-
-    def park_row(self, row: int, num_slots: int) -> StoredRow:
-        """A copy of a row's first slots on the host; the row stays as it is."""
-        return self.take_row(row, num_slots).on_host(self.parking_place)
-
-    def take_row(self, row: int, num_slots: int) -> StoredRow:
-        """A copy of a row's first slots, on the device; the row stays as it is."""
-        state, programs = self.state, self.programs
-        return StoredRow(
-            pages=tuple(
-                programs["take_page"](state, np.int32(row), np.int32(index))
-                for index in range(kept.num_pages(num_slots))
-            ),
-            rest=programs["take_rest"](state, np.int32(row)),
-        )
-
-    def put_row(self, row: int, stored: StoredRow) -> None:
-        """Copies what `take_row` returned into a row that holds no running request."""
-        if self._home_of_copies is not None:  # otherwise programs would be compiled again
-            parts = jax.device_put((stored.pages, stored.rest), self._home_of_copies)
-            stored = StoredRow(pages=parts[0], rest=parts[1])
-        state = self.state
-        for index, pages in enumerate(stored.pages):
-            state = self.programs["put_page"](state, np.int32(row), np.int32(index), pages)
-        self.state = self.programs["put_rest"](state, np.int32(row), stored.rest)
-
-    def row_bytes(self, num_slots: int) -> int:
-        """The bytes of a row's pages for this many slots, for target and drafter."""
-        return kept.num_pages(num_slots) * self._page_bytes
-
-    @functools.cached_property
-    def _page_bytes(self) -> int:
-        return num_bytes(kept.shape_of_page(self.eval_state()))
-
-    @functools.cached_property
-    def keeps_prompt_bits(self) -> bool:
-        """Whether a token's KV has the same bits from a round as from a prefill chunk, wherever the
-        chunk begins: true if the kernels' bits do not depend on the width, which has been tested
-        (see `models.width_probe`)."""
-        shape, parts = self.parts.shape, self.parts
-        sizes = (
-            (shape.batch_size, shape.verify_length, shape.tree_depth),
-            (1, shape.prefill_chunk, 0),
-        )
-        is_simple = self.mesh is None and parts.layout == "ragged" and parts.drafter.score is None
-        return is_simple and all(
-            is_width_invariant(self.target, batch_size=rows, verify_length=tokens, tree_depth=depth)
-            for rows, tokens, depth in sizes
-        )
 
     # Rounds.
 
