@@ -25,13 +25,15 @@ def _documented() -> dict:
     return namespace
 
 
-LinearHead = _documented()["LinearHead"]
+_PAGE = _documented()
+LinearConfig, LinearHead = _PAGE["LinearConfig"], _PAGE["LinearHead"]
 
 
 def linear_head(target, *, seed: int = 0, num_drafts: int = 3):
     """A linear head with random weights for a toy target."""
-    shape = (num_drafts, target.config.width, target.vocab_size)
-    return LinearHead(jax.random.normal(jax.random.key(seed), shape, jnp.float32))
+    config = LinearConfig(num_drafts, target.config.width, target.vocab_size)
+    shape = LinearHead.param_shapes(config)["maps"]
+    return LinearHead(config, {"maps": jax.random.normal(jax.random.key(seed), shape, jnp.float32)})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -193,12 +193,12 @@ def parse_drafter(
     else:
         check_kind("drafter", drafter, Mapping, "a drafter, what names one, or None")
         given = dict(drafter)
-        if "kind" not in given and "model" not in given:
-            raise SettingError(
-                f"The drafter {drafter!r} was given without a kind; add one of "
-                f"{', '.join(KINDS)}, as in {{'kind': 'ngram'}}."
-            )
     given |= arguments or {}
+    if "kind" not in given and "model" not in given:
+        raise SettingError(
+            f"The drafter {drafter!r} was given without a kind; add one of {', '.join(KINDS)}, as "
+            "in {'kind': 'ngram'}."
+        )
     if not isinstance(given.get("model", ""), str | os.PathLike):
         raise refusal("model", given["model"], "a name or a path")
     named = given.pop("kind", None)
@@ -258,6 +258,7 @@ def _kind_of_weights(name: str | os.PathLike) -> str:
         return DEMO_DRAFTERS[str(name)][0]
     directory = expand_user(os.fspath(name))
     with reading(directory):
+        finish_interrupted(directory)
         if name and is_there(directory):
             for kind in KINDS.values():
                 if kind.matches(directory):

@@ -299,7 +299,6 @@ def test_a_forked_child_is_refused_at_every_door(here):
         lambda: load_drafter(here / "out", model),
         lambda: jaxspec.save_model(model, here / "saved"),
         lambda: jaxspec.save_drafter(heads, here / "heads"),
-        lambda: jaxspec.export_drafter(heads, here / "heads", "vllm", target=model),
         lambda: convert(here / "hf", here / "made"),
     ]
     child = os.fork()

@@ -126,11 +126,11 @@ def test_the_last_boundary_needs_only_forward(target, plain):
 
         taps = (3,)
 
-    weights = door.linear_head(target).params
+    head = door.linear_head(target)
     with pytest.raises(ModelError, match="taps boundary 1 of toy0, which has no num_layers"):
-        Engine(Untapped(target), Inner(weights), **SMALL)
+        Engine(Untapped(target), Inner(head.config, head.params), **SMALL)
     with pytest.raises(ModelError, match=r"taps boundary 3 of toy0, which has boundaries 0"):
-        Engine(target, Beyond(weights), **SMALL)
+        Engine(target, Beyond(head.config, head.params), **SMALL)
 
 
 @dataclasses.dataclass(frozen=True)
