@@ -149,8 +149,7 @@ TIERS = {
     ),
     "engine": (
         "training/test_texts.py",
-        "training/test_train_flexdraft.py",
-        "training/test_train_heads.py",
+        "training/test_train_drafters.py",
     ),
     "system": (
         "attack",

@@ -196,7 +196,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
         ocp.partial.save(path, _nest(batch))
         batch.clear()
 
-    with _quiet_orbax() as ocp:
+    with quiet_orbax() as ocp:
         context = ocp.Context()
         context.array.saving.use_compression = False  # weights hardly compress
         # Each save waits for the previous one, so no array changes while Orbax reads it.
@@ -420,7 +420,7 @@ def read_params(
         )
 
     largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
-    with _quiet_orbax() as ocp:
+    with quiet_orbax() as ocp:
         context = _own_context(ocp)
         context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
         with context:
@@ -455,7 +455,7 @@ def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> Non
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[Any]:
+def quiet_orbax() -> Iterator[Any]:
     """Orbax's module, which is kept from logging a traceback per thread for an error that it raises
     anyway; and absl, with which it logs, is kept from leaving a handler on the root logger."""
     logger = logging.getLogger("absl")

@@ -21,6 +21,7 @@ from attack import outcomes
 
 from jaxspec.cli import main
 from jaxspec.load.models import load_model
+from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.lm import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -67,11 +68,12 @@ class Place:
             "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
             "--num-query-heads", 2, "--num-kv-heads", 1, "--head-size", 8,
             "--checkpoint-every", 1, "--evaluate-every", 1000, "--evaluate-tokens", 256,
+            "--warmup-steps", 2,
         )  # fmt: skip
 
     def command(self) -> list[str]:
         """The program's command line, now: a run of `train` is resumed where there is one."""
-        resumes = self.name == "train" and (self.output / "checkpoint.msgpack").exists()
+        resumes = self.name == "train" and latest_step(self.output) is not None
         return [sys.executable, "-m", "jaxspec", *self.arguments, *["--resume"] * resumes]
 
     def found(self) -> bytes | None:
@@ -86,7 +88,7 @@ class Place:
         if self.name == "generate":
             return self.output.read_bytes()
         if self.name == "train":
-            if not (self.output / "checkpoint.msgpack").exists():
+            if latest_step(self.output) is None:
                 return None
             params = load_run(self.output).params
         else:

@@ -27,8 +27,8 @@ from jaxspec.drafters.heads.config import heads_config
 from jaxspec.load import models as loading
 from jaxspec.load.models import cached_models, remove_cached_model
 from jaxspec.runtime import files
-from jaxspec.training import runs
-from jaxspec.training.lm.saved import read_tokenizer
+from jaxspec.training import checkpoints, trainer
+from jaxspec.training.lm_runs import load_run, read_tokenizer
 
 ASSETS = Path(jaxspec.__file__).parent / "assets" / "target"
 TINY = SamplingParams(max_tokens=4)
@@ -204,18 +204,26 @@ def test_a_cache_of_another_user(here):
 
 
 def test_a_run_of_training_that_is_closed(here):
-    run = here / "run"
-    run.mkdir()
-    for name in (runs.CHECKPOINT, "tokenizer.json"):
-        (run / name).write_bytes(b"0123456789abcdef")
+    run, old = here / "run", here / "old"
+    state = trainer.TrainState(params={"a": np.ones(2)}, optimizer={"b": np.ones(2)})
+    checkpoints.save(run, state, 3, {"fingerprint": {}, "metrics": {}})
+    old.mkdir()
+    for path in (old / trainer.OLD_CHECKPOINT, run / "tokenizer.json"):
+        path.write_bytes(b"0123456789abcdef")
+
+    def read_run():
+        step, about = checkpoints.read_about(run)
+        checkpoints.read_arrays(run, step, about, "params", state.params)
+
+    read_run()
+    assert_names_place(refusals(run / "checkpoints", read_run))
     reads = {
-        runs.CHECKPOINT: lambda: runs.read_checkpoint(run / runs.CHECKPOINT, command="train"),
-        "tokenizer.json": lambda: read_tokenizer(run / "tokenizer.json"),
-        "run": lambda: runs.check_out(run, resume=True),
+        old / trainer.OLD_CHECKPOINT: lambda: load_run(old),
+        run / "tokenizer.json": lambda: read_tokenizer(run / "tokenizer.json"),
+        run: lambda: trainer.check_out(run, resume=True),
     }
-    for name, read in reads.items():
-        found = refusals(run, read)
-        assert_names_place({place: told for place, told in found.items() if place.endswith(name)})
+    for path, read in reads.items():
+        assert_names_place({str(path): refusals(path.parent, read)[str(path)]})
 
 
 # Errors that say nothing about the files

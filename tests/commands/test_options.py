@@ -56,8 +56,8 @@ COMMANDS = {
 # Options that may be 0 or below, and mean it.
 ZERO = {
     "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs",
-    "presence_penalty", "frequency_penalty", "warmup_fraction", "warmup_steps", "weight_decay",
-    "long_fraction", "total_variation_weight", "oracle", "budget_s", "acceptance", "per_position",
+    "presence_penalty", "frequency_penalty", "warmup_steps",
+    "long_fraction", "oracle", "budget_s", "acceptance", "per_position",
     "draft_kv_windows", "allowed_token_ids",
 }  # fmt: skip
 ZERO_OF = {("plan", "draft_lengths")}

@@ -36,7 +36,7 @@ def test_from_documents_to_drafts(cli, tmp_path, kind, options):
     shown = cli(
         *("train", "heads", "--kind", kind, "--target", model, "--texts", texts, "--out", out),
         *("--tokens", 1024, "--batch-tokens", 128, "--sequence-length", 64, "--num-heads", 3),
-        *("--json", *options),
+        *("--warmup-steps", 2, "--json", *options),
     )
     assert shown.status == 0, shown.err
     assert shown.document["steps"] == 8
@@ -58,6 +58,7 @@ def test_flexdraft_from_texts_to_drafts(cli, tmp_path):
         *("train", "flexdraft", "--target", model, "--texts", texts, "--out", out),
         *("--layers", 1, "--block", 4, "--rank", 8, "--anchors", 8, "--json"),
         *("--tokens", 1024, "--batch-tokens", 128, "--sequence-length", 64),
+        *("--warmup-steps", 2),
     )
     assert shown.status == 0, shown.err
     assert shown.document["steps"] == 8

@@ -1,10 +1,11 @@
-"""Training: data, schedule, resume, distillation, export and acceptance, on a corpus made here."""
+"""Training: data, checkpoints, resume, distillation, export and acceptance, on a corpus made
+here."""
 
 import dataclasses
-import errno
 import json
 import math
 import os
+import pathlib
 import resource
 import shutil
 
@@ -17,11 +18,14 @@ import tiny as tiny_models
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.runtime.locks import only_writer
-from jaxspec.training import data, export, lm, runs
+from jaxspec.training import checkpoints, data, export, lm, trainer
 from jaxspec.training.acceptance import measure_acceptance
 
 pytestmark = pytest.mark.as_shipped
 
+# What version 0.1.0 wrote of a run, with `tiny`'s settings but smaller, and its parameters' CRC-32.
+OLD_RUN = pathlib.Path(__file__).parents[1] / "golden" / "old_run"
+OLD_CHECKSUM = 1931387633
 NOUNS = ("fox", "miller", "river", "castle", "king", "lamp")
 VERBS = ("sees", "builds", "loses", "finds")
 
@@ -46,7 +50,7 @@ def tiny(out, corpora, **overrides):
         "batch_tokens": 128,
         "sequence_length": 32,
         "max_length": 64,
-        "long_fraction": 0.25,
+        "long_fraction": 0.15,
         "vocab_size": 300,
         "width": 16,
         "feed_forward_width": 16,
@@ -55,7 +59,7 @@ def tiny(out, corpora, **overrides):
         "num_kv_heads": 2,
         "head_size": 8,
         "learning_rate": 1e-2,
-        "log_every": 5,
+        "warmup_steps": 3,
         "evaluate_every": 100,
         "evaluate_tokens": 128,
         "checkpoint_every": 5,
@@ -120,27 +124,16 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, corpora, traine
     assert all((a == b).all() for a, b in zip(whole, part, strict=True))
 
 
-def optimizer_of(**overrides):
-    settings = {
-        "learning_rate": 0.5,
-        "warmup_fraction": 0.1,
-        "weight_decay": 0.1,
-        "clip_norm": 1.0,
-        "num_steps": 100,
-    }
-    return runs.make_optimizer(**(settings | overrides))
-
-
 def test_bit_equality_notices_one_other_row(trained):
     """Sabotage: a row that is cut one token further along changes the parameters."""
-    run, optimizer = lm.load_run(trained[0]), optimizer_of()
+    run, optimizer = lm.load_run(trained[0]), trainer.make_optimizer()
+    how = {"loss": lm.LmLoss(run.config, None), "optimizer": optimizer}
 
     def after(windows):
         params = jax.tree.map(jnp.copy, run.params)  # the step donates them
-        state = runs.TrainState(params=params, optimizer=optimizer.init(params))
-        for _ in range(2):  # the first step's rate is zero
-            batch = data.pack(windows, 0)
-            state, _ = lm.train_step(state, batch, model=run.config, optimizer=optimizer)
+        state = trainer.TrainState(params=params, optimizer=optimizer.init(params))
+        batch = lm.LmBatch(data.pack(windows, 0), None)
+        state, _ = trainer.train_step(state, (), batch, np.float32(0.05), **how)
         return np.asarray(state.params["embedding"])
 
     stream = data.map_tokens(trained[0] / "tokens" / "tales.train")
@@ -151,26 +144,30 @@ def test_bit_equality_notices_one_other_row(trained):
     assert (first != after(shifted)).any()
 
 
-def test_schedule_warms_up_to_the_peak_and_ends_at_a_tenth():
-    schedule = runs.learning_rate_schedule(0.5, 0.1, 100)
-    with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
-        rates = np.asarray(jax.vmap(schedule)(jnp.arange(101)))
-    assert rates[0] == 0
-    assert rates.argmax() == 10
-    np.testing.assert_allclose(rates[10], 0.5, rtol=1e-6)
-    np.testing.assert_allclose(rates[55], 0.5 * 0.55, rtol=1e-5)  # half way down the cosine
-    np.testing.assert_allclose(rates[100], 0.05, rtol=1e-5)
-    assert (np.diff(rates[10:]) < 0).all()
-
-
-def test_clipping_bounds_what_the_optimizer_sees():
-    optimizer = optimizer_of(clip_norm=1.0)
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # (1 - b1) of a gradient of norm 1
+        ({}, [[0.1 / math.sqrt(2), -0.1 / math.sqrt(2)], [0.0, 0.0]]),
+        ({"clip_value": 0.5}, [[0.05, -0.05], [0.0, 0.0]]),
+    ],
+)
+def test_clipping_bounds_what_the_optimizer_sees(settings, expected):
+    optimizer = trainer.make_optimizer(**settings)
     params = {"w": jnp.ones((2, 2))}
-    gradients = {"w": jnp.full((2, 2), 50.0)}
+    gradients = {"w": jnp.array([[50.0, -50.0], [0.0, 0.0]])}
     with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
         _, state = optimizer.update(gradients, optimizer.init(params), params)
     moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 2))
-    np.testing.assert_allclose(np.linalg.norm(moment), 0.1, rtol=1e-5)  # (1 - b1) of norm 1
+    np.testing.assert_allclose(moment, expected, rtol=1e-5)
+
+
+def test_the_last_rows_are_long(trained, corpora):
+    task = lm.LmTask(dataclasses.replace(tiny(trained[0], corpora), resume=True))
+    [end] = task.settings.ends()
+    rows = [task.batch(index, end).rows.inputs for index in range(24)]
+    assert [each.shape for each in rows] == [(4, 32)] * 20 + [(2, 64)] * 4
+    assert task.batch(23, None).rows.inputs.shape == (4, 32)  # on a trunk
 
 
 def test_packing_separates_documents():
@@ -223,12 +220,12 @@ def test_split_is_disjoint_and_repeatable(tmp_path, num_documents):
     lines = [json.dumps({"text": text}) for text in texts]
     (path / "a.jsonl").write_text("\n".join(lines))
     domain = data.Domain.parse("d")
-    split = data.read_domain(domain, tmp_path)
-    assert split == data.read_domain(domain, tmp_path)
-    assert split.train
-    assert split.held_out
-    assert sorted("".join(split.train + split.held_out)) == sorted("".join(texts))
-    assert not set(split.train) & set(split.held_out)
+    train, held_out = data.read_documents(domain, tmp_path)
+    assert (train, held_out) == data.read_documents(domain, tmp_path)
+    assert train
+    assert held_out
+    assert sorted("".join(text for _, text in train + held_out)) == sorted("".join(texts))
+    assert not set(train) & set(held_out)
 
 
 def test_valid_file_is_held_out_and_excluded_sources_are_left_out(tmp_path):
@@ -237,8 +234,8 @@ def test_valid_file_is_held_out_and_excluded_sources_are_left_out(tmp_path):
     rows = [{"source": "keep", "text": "one"}, {"source": "drop-me", "text": "two"}]
     (path / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (path / "valid.jsonl").write_text(json.dumps({"source": "keep", "text": "three"}))
-    split = data.read_domain(data.Domain.parse("d=2"), tmp_path, ("drop",))
-    assert split == data.Documents(train=["one"], held_out=["three"])
+    split = data.read_documents(data.Domain.parse("d=2"), tmp_path, ("drop",))
+    assert split == ([("keep", "one")], [("keep", "three")])
 
 
 def test_tokenizer_is_lossless_and_cutting_texts_changes_no_token(tmp_path):
@@ -351,21 +348,36 @@ def test_exported_model_has_our_logits(tmp_path, trained):
     assert np.abs(theirs({**run.params, "layers": (swapped,)}) - ours).max() > 1e-3
 
 
-def test_checkpoint_survives_an_interrupted_write(tmp_path, trained, monkeypatch):
-    run = lm.load_run(trained[0])
-    path = tmp_path / "checkpoint.msgpack"
-    state = runs.TrainState(params=run.params, optimizer={})
-    lm.save_checkpoint(path, run.config, state, 3, {})
-    before = path.read_bytes()
+def state_of(value):
+    params = {"layers": ({"w": jnp.full((64, 64), value)},)}
+    return trainer.TrainState(params=params, optimizer=trainer.make_optimizer().init(params))
 
-    def fail(_):
-        raise OSError(errno.ENOSPC, "disk full")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(SettingError, match="disk full"):
-        lm.save_checkpoint(path, run.config, state, 4, {})
-    assert path.read_bytes() == before
-    assert list(tmp_path.iterdir()) == [path]
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    about = {"fingerprint": {}, "metrics": {"loss": 1.0}}
+    checkpoints.save(tmp_path, state_of(1.0), 3, about)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="of step 4 cannot be written") as caught:
+            checkpoints.save(tmp_path, state_of(2.0), 4, about)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    step, found = checkpoints.read_about(tmp_path)
+    assert (step, found["metrics"]) == (3, {"loss": 1.0})
+    for name in ("params", "optimizer"):
+        arrays = checkpoints.read_arrays(tmp_path, step, found, name, getattr(state_of(0.0), name))
+        jax.tree.map(np.testing.assert_array_equal, arrays, getattr(state_of(1.0), name))
+    for number in (4, 5):
+        checkpoints.save(tmp_path, state_of(2.0), number, about)
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["4", "5"]
+
+
+def test_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    checkpoints.save(pathlib.Path("run"), state_of(1.0), 3, {"fingerprint": {}, "metrics": {}})
+    assert checkpoints.read_about(pathlib.Path("run"))[0] == 3
 
 
 def test_mistakes_are_named(tmp_path, corpora, trained):
@@ -380,13 +392,14 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
         (SettingError, "is not of the form", lambda: train(domains=("a=x",))),
         (SettingError, "no documents", lambda: train(exclude=("tales", "sums"))),
         (SettingError, "no .jsonl", lambda: data.discover_domains(tmp_path / "empty")),
-        (SettingError, "Line 1", lambda: data.read_domain(data.Domain.parse("bad"), tmp_path)),
+        (SettingError, "Line 1", lambda: data.read_documents(data.Domain.parse("bad"), tmp_path)),
         (
             SettingError,
             "fewer than",
             lambda: train(tokens=10**7, sequence_length=10**5, max_length=10**5),
         ),
-        (SettingError, "less than one step", lambda: train(tokens=1)),
+        (SettingError, "has 0 steps of 128, and its decay would", lambda: train(tokens=1)),
+        (SettingError, "must lie in .0, 1/6.", lambda: train(long_fraction=0.2)),
         (SettingError, "exceeds max_length", lambda: train(sequence_length=128)),
         (SettingError, "positive", lambda: train(tokens=0)),
         (CheckpointError, "nothing to resume", lambda: train(resume=True)),
@@ -406,22 +419,68 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
 
 
 def test_a_damaged_run_is_not_resumed(tmp_path, corpora, trained):
+    """Every file of the newest checkpoint with a byte flipped, cut, empty and absent: what is read
+    is what was written, or nothing."""
     out = tmp_path / "run"
     shutil.copytree(trained[0], out)
-    checkpoint = out / "checkpoint.msgpack"
-    written = checkpoint.read_bytes()
-    flipped = bytearray(written)
-    flipped[len(written) // 2] ^= 1
-    for content in (bytes(flipped), written[:-1], written[:10], b""):
-        checkpoint.write_bytes(content)
-        with pytest.raises(CheckpointError, match="is damaged"):
-            lm.train_lm(tiny(out, corpora, resume=True))
-        with pytest.raises(CheckpointError, match="is damaged"):
-            lm.load_run(out)
-    checkpoint.write_bytes(written)
+    newest = out / "checkpoints" / "24"
+    whole = leaves_of(lm.load_run(out))
+    num_refused = 0
+    for path in [each for each in sorted(newest.rglob("*")) if each.is_file()]:
+        written = path.read_bytes()
+        flipped = bytearray(written)
+        flipped[len(written) // 2] ^= 1
+        for content in (bytes(flipped), written[:-1], b"", None):
+            path.unlink() if content is None else path.write_bytes(content)
+            try:
+                read = leaves_of(lm.load_run(out))
+            except CheckpointError as error:
+                said, num_refused = str(error), num_refused + 1
+            else:
+                said = "is damaged"
+                assert all((a == b).all() for a, b in zip(read, whole, strict=True)), path
+            assert "is damaged" in said or "describe a model" in said
+            assert "\n" not in said
+            path.write_bytes(written)
+    assert num_refused > 20
+    data_files = [each for each in newest.rglob("params/**/d/*") if each.is_file()]
+    largest = max(data_files, key=lambda path: path.stat().st_size)
+    flipped = bytearray(largest.read_bytes())
+    flipped[len(flipped) // 2] ^= 1
+    largest.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        lm.load_run(out)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        lm.train_lm(tiny(out, corpora, resume=True))
+    shutil.rmtree(newest)  # as the message says
+    steps = []
+    lm.train_lm(tiny(out, corpora, resume=True), on_step=lambda step, _: steps.append(step))
+    assert steps == [21, 22, 23, 24]
+    assert all((a == b).all() for a, b in zip(leaves_of(lm.load_run(out)), whole, strict=True))
+    newest.rename(newest.with_name("1000000000"))
+    with pytest.raises(CheckpointError, match="of step 1000000000, and the run ends after step 24"):
+        lm.train_lm(tiny(out, corpora, resume=True))
     (out / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
         lm.load_run(out)
+
+
+def test_weights_of_an_old_run_load(tmp_path, corpora):
+    """Those are all that is left of it: it cannot be resumed."""
+    run = lm.load_run(OLD_RUN)
+    assert checkpoints.checksum(run.params) == OLD_CHECKSUM
+    assert lm.load_teacher(str(OLD_RUN)).config == run.config
+    export.write_hugging_face(tmp_path / "model", run.config, run.params, run.tokenizer)
+    out = tmp_path / "run"
+    shutil.copytree(OLD_RUN, out)
+    for resume in (False, True):
+        with pytest.raises(CheckpointError, match="a run of an earlier version"):
+            lm.train_lm(tiny(out, corpora, resume=resume))
+    written = (out / "checkpoint.msgpack").read_bytes()
+    for content in (written[:-1], written[:10], b"", written[:99] + b"x" + written[100:]):
+        (out / "checkpoint.msgpack").write_bytes(content)
+        with pytest.raises(CheckpointError, match="is damaged"):
+            lm.load_run(out)
 
 
 def test_what_is_no_checkpoint_is_not_replaced_by_one(tmp_path, corpora):
@@ -474,7 +533,7 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
     wide = tmp_path / "wide"
     params = decoder.init_params(padded, jax.random.key(0), np.float32)
     export.write_hugging_face(wide, padded, params, own.tokenizer)
-    config = tiny(tmp_path / "draft", corpora, teacher=str(wide), width=8, tokens=512)
+    config = tiny(tmp_path / "draft", corpora, teacher=str(wide), width=8, tokens=768)
     result = lm.train_lm(config)
     assert result["acceptance"].keys() == distilled[1]["acceptance"].keys()
     assert lm.load_run(config.out).config.vocab_size == padded.vocab_size
@@ -483,12 +542,7 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
         lm.load_teacher(str(tmp_path / "no-tokenizer"))
 
 
-def test_teacher_with_another_vocabulary_is_refused(tmp_path, corpora, trained):
-    (tmp_path / "other").mkdir()
-    data.train_tokenizer(["quite another text"], 280).save(str(tmp_path / "other/tokenizer.json"))
-    config = tiny(tmp_path / "out", corpora, teacher=str(trained[0]), tokenizer=tmp_path / "other")
-    with pytest.raises(ModelError, match="different vocabularies"):
-        lm.train_lm(config)
+def test_models_of_different_vocabularies_are_not_compared(trained):
     run = lm.load_run(trained[0])
     small = dataclasses.replace(run.config, vocab_size=10)
     pair = (run.config, run.params), (small, run.params)
