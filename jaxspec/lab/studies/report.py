@@ -42,9 +42,7 @@ PART_COLOURS = {
     "verify": "#1f618d",
     "align": "#c0392b",
     "regroup": "#e59866",
-    "rest of the rounds": "#aab7b8",
-    "prefill": "#a9dfbf",
-    "host": "#f4d03f",
+    "rest": "#aab7b8",
     "overhead (published)": "#7b241c",
 }
 

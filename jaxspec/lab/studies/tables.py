@@ -10,7 +10,7 @@ from jaxspec.lab.studies.claims import Claim, paper_window
 from jaxspec.lab.studies.workload import Cell, Cells, of_kind
 from jaxspec.runtime.report import NONE, Columns, TextTable
 
-PARTS = ("draft", "verify", "align", "regroup", "rest of the rounds", "prefill", "host")
+PARTS = ("draft", "verify", "align", "regroup", "rest")
 
 
 def broken_down(cells: Cells) -> list[Cell]:
@@ -20,7 +20,8 @@ def broken_down(cells: Cells) -> list[Cell]:
 
 def shares(breakdown: dict[str, Any]) -> dict[str, float]:
     """Fractions of the wall time, by part."""
-    return {name: each / breakdown["wall_s"] for name, each in breakdown["seconds"].items()}
+    found = {name: breakdown["seconds"][name] / breakdown["wall_s"] for name in PARTS[:-1]}
+    return found | {"rest": 1 - sum(found.values())}
 
 
 def claims_table(claims: Iterable[Claim]) -> TextTable:
@@ -155,9 +156,9 @@ def _throughput_tables(cells: Cells) -> list[TextTable]:
             of_kind(cells, "decode-"),
         ),
         TextTable.of_columns(
-            "Time breakdown. Milliseconds per call: parts compiled alone, timed on a state from "
-            "the middle of the run. Shares of the wall time, %: draft, verify, align and regroup "
-            "are calls times milliseconds; rounds, prefill and host are timed in the run itself",
+            "Time breakdown. Milliseconds per call: parts compiled alone, timed on rows in "
+            "mid-decode. Shares of the wall time, %: draft, verify, align and regroup are calls "
+            "times milliseconds",
             {
                 **SYSTEM,
                 **RATES,
