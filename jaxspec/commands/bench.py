@@ -21,12 +21,12 @@ from jaxspec.commands.options import DrafterOptions, find_modules_here
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.lab.bench.cases import compile_times
+from jaxspec.lab.bench import cases
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.drafters import DraftersBench
 from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
-from jaxspec.lab.bench.measure import CASES, Bench, only_run_into, random_prompts
+from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
 from jaxspec.lab.bench.memory import MemoryBench
 from jaxspec.lab.bench.plots import plot_decode
 from jaxspec.lab.bench.program import ProgramBench
@@ -84,7 +84,7 @@ class DecodeCommand(DecodeOptions):
             against = [] if self.against is None else compare(bench, self._load_hf(bench))
             results = bench.run()
             status.update("measuring compile times in another process")
-            results["compile"] = compile_times(
+            results["compile"] = cases.compile_times(
                 self._engine_options(draft, bench), batch_size=max(self.batch_sizes)
             )
         results["holds"] &= all(pair["num_not_ties"] == 0 for pair in against)
@@ -332,7 +332,7 @@ BENCHES = (
     DraftersBench,
     MemoryBench,
     SchedulersBench,
-    *CASES,
+    *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
 )
 AnyBench: TypeAlias = Bench
 if not TYPE_CHECKING:  # one subcommand for each, under its name

@@ -51,6 +51,128 @@ REPEATS = 9  # timed turns of each contender
 DRAFT_LENGTH = 4
 DTYPES = ("float32", "bfloat16")
 
+# ---- predictions
+
+PREDICTIONS: Columns = {
+    "batch": "{batch_size}",
+    "acceptance": lambda found: (
+        "measured" if found["acceptance"] is None else f"{found['acceptance']:g}"
+    ),
+    "plain\nms": "{plain_ms:.2f}",
+    "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
+    "draft\nlength": "{draft_length}",
+    "tokens/s": "{tokens_per_s:.0f}",
+    "speed-up": "{speedup:.2f}x",
+    "ceiling": "{ceiling_speedup:.2f}x",
+    "closed\nform": "{closed_form_draft_length:d}",
+}
+
+
+@case("predict", {"predictions": ("predicted", PREDICTIONS)})
+def predict(
+    target: str = "qwen3-8b",
+    draft: str = "qwen3-0.6b",
+    device: str = "h200",
+    batch: str = "1..64",
+    context: int = 1024,
+    acceptance: tuple[float, ...] = (0.6, 0.7, 0.8),
+    per_position: tuple[float, ...] = (),
+) -> dict[str, Any]:
+    """Predict a pair's best draft length and speed-up by batch size, with a cost model.
+
+    Args:
+      target: A preset such as `qwen3-8b`, or any model that `load_model` takes; in 2 bytes per
+        parameter and per number in the KV cache.
+      draft: Its draft model, named in the same way.
+      device: `a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
+        measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants.
+      batch: Batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`.
+      context: Tokens in the cache per row.
+      acceptance: Probabilities that a drafted token is accepted; each applies to all positions.
+      per_position: Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted
+        tokens are accepted.
+    """
+    if not all(0 <= value < 1 for value in (*acceptance, *per_position)):
+        raise SettingError(
+            "Acceptances were given outside of [0, 1); they are probabilities, and a drafter that "
+            "is always right has no best draft length."
+        )
+    if list(per_position) != sorted(per_position, reverse=True):
+        raise SettingError(
+            "--per-position was given rising values; they are cumulative (the probability that at "
+            "least this many tokens are accepted), so each is at most the one before."
+        )
+    batches = parse_batches(batch)
+    find_devices = cost.read_device(device)
+    of_target, of_draft = (_model_config(name) for name in (target, draft))
+    target_device, draft_device, block = find_devices(of_target, of_draft)
+    pair = cost.Pair(
+        target=of_target,
+        target_device=target_device,
+        draft=of_draft,
+        draft_device=draft_device,
+        block=block,
+    )
+    best = None
+    if device in cost.DEVICES:
+        peak = cost.ceiling(cost.DEVICES[device])
+        best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
+    predictions = []
+    for size, chance in itertools.product(batches, (None,) if per_position else acceptance):
+        where, chances = {"batch": size, "context": context}, per_position or chance
+        length, gain = pair.best_draft_length(**where, acceptance=chances)
+        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
+        predictions.append(
+            {
+                "batch_size": size,
+                "acceptance": chance,
+                "plain_ms": 1e3 * plain_s,
+                "plain_tokens_per_s": size / plain_s,
+                "draft_step_ms": 1e3 * pair.draft_step_s(**where),
+                "draft_length": length,
+                "tokens_per_s": gain * size / plain_s,
+                "speedup": gain,
+                "ceiling_speedup": best and best.best_draft_length(**where, acceptance=chances)[1],
+                "closed_form_draft_length": (
+                    None if chance is None else cost.closed_form_draft_length(chance, ratio)
+                ),
+            }
+        )
+    return {
+        "target_device": target_device.to_json(),
+        "draft_device": draft_device.to_json(),
+        "predictions": predictions,
+        "notes": [f"{target_device.name}: {target_device.source}."],
+    }
+
+
+def parse_batches(text: str) -> list[int]:
+    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
+
+    Raises:
+      SettingError: the text has neither form.
+    """
+    first, dots, last = text.partition("..")
+    try:
+        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
+    except ValueError:
+        sizes = []
+    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
+        raise SettingError(
+            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
+        )
+    if not dots:
+        return sizes
+    low, high = sizes
+    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
+
+
+def _model_config(name: str) -> ModelConfig:
+    """The architecture of a preset (with or without `random:`), or of a model."""
+    preset = name.removeprefix("random:")
+    return PRESETS[preset] if preset in PRESETS else load_model(name).config
+
+
 # ---- forward passes
 
 PASS: Columns = {"window": "{window}", "context": "{context}", "batch": "{batch_size}"}
@@ -125,10 +247,10 @@ def kernels(
     """Time forward passes with XLA's kernels and with the C++ kernels.
 
     Args:
-      target: any model that `load_model` takes.
-      batch_sizes: rows decoded together.
-      windows: tokens per row.
-      contexts: committed tokens per row.
+      target: Any model that `load_model` takes.
+      batch_sizes: Rows decoded together.
+      windows: Tokens per row.
+      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
     results = []
@@ -143,6 +265,8 @@ def kernels(
     return {"results": results}
 
 
+# int8 KV has half the bytes of bfloat16's, or a quarter of float32's; attention has to widen and
+# scale them.
 KV: Columns = {
     "dtype": "{dtype}",
     **PASS,
@@ -161,14 +285,11 @@ def kv(
 ) -> dict[str, Any]:
     """Time forward passes with KV in int8 and in the model's own dtype.
 
-    Attention reads half the bytes of bfloat16 KV, or a quarter of float32's, and has to widen and
-    scale them.
-
     Args:
-      target: any model that `load_model` takes.
-      batch_sizes: rows decoded together.
-      windows: tokens per row.
-      contexts: committed tokens per row.
+      target: Any model that `load_model` takes.
+      batch_sizes: Rows decoded together.
+      windows: Tokens per row.
+      contexts: Committed tokens per row.
     """
     results = []
     for dtype in DTYPES:
@@ -199,10 +320,10 @@ def forward(
     with XLA's.
 
     Args:
-      target: any model that `load_model` takes.
-      batch_sizes: rows decoded together.
-      windows: tokens per row; the first is the root of the tree.
-      contexts: committed tokens per row.
+      target: Any model that `load_model` takes.
+      batch_sizes: Rows decoded together.
+      windows: Tokens per row; the first is the root of the tree.
+      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
 
@@ -222,6 +343,8 @@ def forward(
 
 # ---- an engine's prompts and sessions
 
+# Between two chunks of a prompt the engine runs a few rounds. So a stream waits for at most one
+# chunk, and the chunk size trades that wait against the time to the new request's first token.
 LONG_PROMPT = 896  # tokens of the prompt that arrives while another request is streamed
 PREFILL: Columns = {
     "chunk": "{prefill_chunk}",
@@ -238,15 +361,12 @@ def prefill(
     draft: str = "demo-draft",
     chunks: tuple[int, ...] = (32, 128, LONG_PROMPT),
 ) -> dict[str, Any]:
-    """How long a stream waits while a long prompt is prefilled, by chunk size.
-
-    Between two chunks of a prompt the engine runs a few rounds. So a stream waits for at most one
-    chunk, and the chunk size trades that wait against the time to the new request's first token.
+    """Time how long a stream waits while a long prompt is prefilled, by chunk size.
 
     Args:
-      target: any model that `load_model` takes.
-      draft: its draft model, named in the same way.
-      chunks: prompt tokens per prefill call.
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      chunks: Prompt tokens per prefill call.
     """
     model, drafter, results = load_model(target), DraftModel(load_model(draft)), []
     for chunk in chunks:
@@ -299,6 +419,8 @@ def _arrival(engine: Engine) -> dict[str, float]:
     }
 
 
+# The whole history as a new prompt; a session whose KV is still in its row; and a session whose row
+# another request has taken, so that its KV comes back from the host.
 WITHOUT, IN_ROW, ON_HOST = "no session", "session in its row", "session on the host"
 ANSWER_TOKENS, ADDED_TOKENS = 64, 16  # of the first turn, and added by the second
 SESSIONS: Columns = {
@@ -316,16 +438,12 @@ def sessions(
     draft: str = "demo-draft",
     histories: tuple[int, ...] = (200, 400, 800),
 ) -> dict[str, Any]:
-    """Time to the first token of a chat's second turn, with and without a session.
-
-    On one engine: the whole history as a new prompt; a session whose KV is still in its row; and a
-    session whose row another request has taken, so that its KV comes back from the host. All of
-    them emit the same token.
+    """Time the first token of a chat's second turn, with and without a session.
 
     Args:
-      target: any model that `load_model` takes.
-      draft: its draft model, named in the same way.
-      histories: tokens of the first turn, prompt and answer together.
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      histories: Tokens of the first turn, prompt and answer together.
     """
     if min(histories) <= ANSWER_TOKENS:
         raise SettingError(
@@ -415,6 +533,9 @@ VERIFIERS: tuple[Verifier, ...] = (
 )
 NUM_OUTPUTS = 4  # of each prompt
 MAX_TOKENS = 64  # of an output
+# Accepted draft tokens per draft token that was judged stand beside the mean of sum(min(p, q)) over
+# the positions of plain sampled outputs: the probability that `rejection` accepts a drafted token
+# there (Leviathan et al., 2211.17192, corollary 3.6).
 ACCEPTANCE: Columns = {
     "verifier": "{verifier}",
     "domain": "{domain}",
@@ -436,16 +557,12 @@ SAMPLING: Columns = {
 def verifiers(
     target: str = "demo-target", draft: str = "demo-draft", temperature: float = 0.8
 ) -> dict[str, Any]:
-    """Compare verifiers on the sample prompts: tokens per round, and accepted draft tokens per
-    draft token that was judged, beside sum(min(p, q)); and the cost of sampling.
-
-    sum(min(p, q)) is the mean over the positions of plain sampled outputs: the probability that
-    `rejection` accepts a drafted token there (Leviathan et al., 2211.17192, corollary 3.6).
+    """Compare verifiers on the sample prompts, and the cost of sampling.
 
     Args:
-      target: any model that `load_model` takes.
-      draft: its draft model, named in the same way.
-      temperature: temperature of target and draft.
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      temperature: Temperature of target and draft.
     """
     model, drafter = load_model(target), DraftModel(load_model(draft))
     lines = sample_prompts()
@@ -558,6 +675,8 @@ def accepted_per_tested(total: Acceptance) -> float:
 
 # ---- compile times
 
+# Layers are unrolled in every program, so compile time that grew with the square of their number
+# would make a deep model unusable.
 COMPILE_REPEATS = 3
 COMPILE_TIME: Columns = {
     "layers": "{num_layers}",
@@ -569,13 +688,10 @@ COMPILE_TIME: Columns = {
 
 @case("compile-time", {"results": ("compiling an engine", COMPILE_TIME)})
 def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
-    """Compile time by the target's number of layers, and its growth from each number to the next.
-
-    Layers are unrolled in every program, so compile time that grew with the square of their number
-    would make a deep model unusable. Nothing is read from the persistent cache.
+    """Time compiling an engine by the target's number of layers, without the persistent cache.
 
     Args:
-      layers: numbers of layers of the target, in ascending order; the draft model has two.
+      layers: Numbers of layers of the target, in ascending order; the draft model has two.
     """
     if len(layers) < 2 or list(layers) != sorted(set(layers)):
         raise SettingError(f"--layers {layers} was given; give two or more numbers, rising.")
@@ -655,125 +771,3 @@ def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
             "`jaxspec generate` with the same models and settings."
         )
     return json.loads(done.stdout.strip().split("\n")[-1])["compile_s"]
-
-
-# ---- predictions
-
-PREDICTIONS: Columns = {
-    "batch": "{batch_size}",
-    "acceptance": lambda found: (
-        "measured" if found["acceptance"] is None else f"{found['acceptance']:g}"
-    ),
-    "plain\nms": "{plain_ms:.2f}",
-    "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
-    "draft\nlength": "{draft_length}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f}x",
-    "ceiling": "{ceiling_speedup:.2f}x",
-    "closed\nform": "{closed_form_draft_length:d}",
-}
-
-
-@case("predict", {"predictions": ("predicted", PREDICTIONS)})
-def predict(
-    target: str = "qwen3-8b",
-    draft: str = "qwen3-0.6b",
-    device: str = "h200",
-    batch: str = "1..64",
-    context: int = 1024,
-    acceptance: tuple[float, ...] = (0.6, 0.7, 0.8),
-    per_position: tuple[float, ...] = (),
-) -> dict[str, Any]:
-    """Predict a pair's best draft length and speed-up by batch size, with a cost model.
-
-    Args:
-      target: a preset such as `qwen3-8b`, or any model that `load_model` takes; in 2 bytes per
-        parameter and per number in the KV cache.
-      draft: its draft model, named in the same way.
-      device: `a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
-        measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants.
-      batch: batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`.
-      context: tokens in the cache per row.
-      acceptance: probabilities that a drafted token is accepted; each applies to all positions.
-      per_position: instead of --acceptance: measured probabilities that at least 1, 2, ... drafted
-        tokens are accepted.
-    """
-    if not all(0 <= value < 1 for value in (*acceptance, *per_position)):
-        raise SettingError(
-            "Acceptances were given outside of [0, 1); they are probabilities, and a drafter that "
-            "is always right has no best draft length."
-        )
-    if list(per_position) != sorted(per_position, reverse=True):
-        raise SettingError(
-            "--per-position was given rising values; they are cumulative (the probability that at "
-            "least this many tokens are accepted), so each is at most the one before."
-        )
-    batches = parse_batches(batch)
-    find_devices = cost.read_device(device)
-    of_target, of_draft = (_model_config(name) for name in (target, draft))
-    target_device, draft_device, block = find_devices(of_target, of_draft)
-    pair = cost.Pair(
-        target=of_target,
-        target_device=target_device,
-        draft=of_draft,
-        draft_device=draft_device,
-        block=block,
-    )
-    best = None
-    if device in cost.DEVICES:
-        peak = cost.ceiling(cost.DEVICES[device])
-        best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
-    predictions = []
-    for size, chance in itertools.product(batches, (None,) if per_position else acceptance):
-        where, chances = {"batch": size, "context": context}, per_position or chance
-        length, gain = pair.best_draft_length(**where, acceptance=chances)
-        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
-        predictions.append(
-            {
-                "batch_size": size,
-                "acceptance": chance,
-                "plain_ms": 1e3 * plain_s,
-                "plain_tokens_per_s": size / plain_s,
-                "draft_step_ms": 1e3 * pair.draft_step_s(**where),
-                "draft_length": length,
-                "tokens_per_s": gain * size / plain_s,
-                "speedup": gain,
-                "ceiling_speedup": best and best.best_draft_length(**where, acceptance=chances)[1],
-                "closed_form_draft_length": (
-                    None if chance is None else cost.closed_form_draft_length(chance, ratio)
-                ),
-            }
-        )
-    return {
-        "target_device": target_device.to_json(),
-        "draft_device": draft_device.to_json(),
-        "predictions": predictions,
-        "notes": [f"{target_device.name}: {target_device.source}."],
-    }
-
-
-def parse_batches(text: str) -> list[int]:
-    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
-
-    Raises:
-      SettingError: the text has neither form.
-    """
-    first, dots, last = text.partition("..")
-    try:
-        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
-    except ValueError:
-        sizes = []
-    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
-        raise SettingError(
-            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
-        )
-    if not dots:
-        return sizes
-    low, high = sizes
-    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
-
-
-def _model_config(name: str) -> ModelConfig:
-    """The architecture of a preset (with or without `random:`), or of a model."""
-    preset = name.removeprefix("random:")
-    return PRESETS[preset] if preset in PRESETS else load_model(name).config

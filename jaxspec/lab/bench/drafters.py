@@ -9,7 +9,7 @@ import dataclasses
 import pathlib
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal, TypeAlias, get_args
+from typing import Any, ClassVar, Literal, TypeAlias, cast, get_args
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ STAGES = ("draft", "target", "verify", "commit", "round")
 NUM_RANKS = 8  # likeliest tokens that static trees choose from, and most levels of these trees
 NUM_HEADS = 4  # of untrained heads
 STATIC = re.compile(r"static\[(\d{1,3})\]:(.+)")
+UNTRAINED = re.compile(rf"random:({'|'.join(get_args(Kind))})(?:\[(chain)\])?")
 
 
 def _interval(name: str) -> Any:
@@ -133,7 +134,8 @@ class DraftersBench(Bench):
     drafters: tuple[str, ...] = ()
     """Drafters, each as LABEL=NAME or a NAME that `jaxspec compare --drafter` takes; default those
     that come with `demo-target`. `static[NODES]:MODEL` is a draft model with the best static tree
-    for these prompts, `random:KIND` is untrained heads, to measure what heads cost."""
+    for these prompts; `random:KIND` and `random:KIND[chain]` are untrained heads, to measure what
+    heads cost."""
     parts: tuple[Part, ...] = ("accuracy", "acceptance", "costs", "speeds")
     """What to measure; accuracy needs `--texts`."""
     texts: pathlib.Path | None = None
@@ -158,8 +160,8 @@ class DraftersBench(Bench):
         """Raises `SettingError` for options that nothing can be measured with."""
         super().check()
         for label, name in self._names().items():
-            is_here = STATIC.fullmatch(name) or _kind_of_untrained(name)
-            if not is_here and choose_drafter(name) is None:
+            is_made_here = STATIC.fullmatch(name) or UNTRAINED.fullmatch(name)
+            if not is_made_here and choose_drafter(name) is None:
                 raise SettingError(
                     f"{label} of --drafters drafts nothing; leave it out: speeds are compared with "
                     "plain decoding anyway."
@@ -247,11 +249,12 @@ class DraftersBench(Bench):
         return names
 
     def _drafter(self, name: str, target: LanguageModel, prompts: Sequence[Prompt]) -> Drafter:
-        if (kind := _kind_of_untrained(name)) is not None:
+        if match := UNTRAINED.fullmatch(name):
+            kind, tree = cast(tuple[Any, Any], match.groups())
             config = heads_config(kind, target.config, num_heads=NUM_HEADS)
             params = init_heads(config, target.config, unpacked(target.params), jax.random.key(0))
             params = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
-            return Heads(config, params, name=name)
+            return Heads(config, params, tree=tree, name=name)
         if match := STATIC.fullmatch(name):
             num_nodes, draft = int(match[1]), load_model(match[2])
             greedy = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
@@ -444,11 +447,6 @@ class DraftersBench(Bench):
                 for own, engine in zip(found, engines.values(), strict=True)
             ]
         return results, all_hold
-
-
-def _kind_of_untrained(name: str) -> Kind | None:
-    """The kind of heads that `random:KIND` names; None for other names."""
-    return next((kind for kind in get_args(Kind) if name == f"random:{kind}"), None)
 
 
 def _over(turns: Turns[Any], name: Any, first: Any) -> list[float]:

@@ -193,9 +193,6 @@ def is_of_integers(hint: Any) -> bool:
     return hint is int or int in typing.get_args(hint)
 
 
-CASES: list[type[Bench]] = []  # those that `case` has made, in order
-
-
 def case(name: str, tables: Tables) -> Callable[[Measure], Callable[..., Bench]]:
     """Makes a function the bench `jaxspec bench NAME`.
 
@@ -213,7 +210,7 @@ def case(name: str, tables: Tables) -> Callable[[Measure], Callable[..., Bench]]
         def measure(bench: Bench) -> dict[str, Any]:
             return function(**{option: getattr(bench, option) for option in parameters})
 
-        made = dataclasses.make_dataclass(
+        return dataclasses.make_dataclass(
             function.__name__,
             [(option, hints[option], each.default) for option, each in parameters.items()],
             bases=(Bench,),
@@ -227,8 +224,6 @@ def case(name: str, tables: Tables) -> Callable[[Measure], Callable[..., Bench]]
             frozen=True,
             kw_only=True,
         )
-        CASES.append(made)
-        return made
 
     return make
 

@@ -40,12 +40,11 @@ from jaxspec.lab.cost.devices import (
     read_document,
     split,
 )
-from jaxspec.lab.cost.passes import LOGITS_PASSES, Pass, Work
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.config import ModelConfig
 
 __all__ = [
     "DEVICES",
-    "LOGITS_PASSES",
     "LONGEST_DRAFT",
     "Device",
     "FindDevices",
@@ -53,7 +52,6 @@ __all__ = [
     "Pair",
     "Pass",
     "Timed",
-    "Work",
     "ceiling",
     "closed_form_draft_length",
     "closed_form_speed_up",
