@@ -188,7 +188,7 @@ class DecodeCommand(DecodeOptions):
     def _engine_options(self, draft: str | None, bench: DecodeBench) -> list[str]:
         """Options of `jaxspec generate` that make the last of the speculative engines."""
         drafter = ["--draft", draft] if draft else ["--drafter", str(self.drafter)]
-        options = ["--target", self.target, *drafter, "--verifier", self.verifier]
+        options = ["--target", self.target, *drafter]
         options += ["--draft-length", str(max(self.draft_lengths))]
         return [*options, "--max-length", str(bench.max_length), "--dtype", self.dtype]
 

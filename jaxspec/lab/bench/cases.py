@@ -118,8 +118,10 @@ def predict(
         peak = cost.ceiling(cost.DEVICES[device])
         best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
     predictions = []
-    for size, chance in itertools.product(batches, (None,) if per_position else acceptance):
-        where, chances = {"batch": size, "context": context}, per_position or chance
+    chosen = (per_position,) if per_position else acceptance
+    for size, chances in itertools.product(batches, chosen):
+        where = {"batch": size, "context": context}
+        chance = None if isinstance(chances, tuple) else chances
         length, gain = pair.best_draft_length(**where, acceptance=chances)
         plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
         predictions.append(
@@ -564,8 +566,8 @@ def verifiers(
       draft: Its draft model, named in the same way.
       temperature: Temperature of target and draft.
     """
-    model, drafter = load_model(target), DraftModel(load_model(draft))
-    lines = sample_prompts()
+    model, draft_model = load_model(target), load_model(draft)
+    drafter, lines = DraftModel(draft_model), sample_prompts()
     prompts = [line.prompt for line in lines]
     params = [
         SamplingParams(
@@ -580,7 +582,7 @@ def verifiers(
     domains = [line.fields["domain"] for line in lines for _ in range(NUM_OUTPUTS)]
     shape: dict[str, Any] = {"batch_size": 8, "max_length": 512}
     plain = Engine(model, **shape).generate(prompts, params)
-    overlap = overlaps(model, drafter.model, plain, temperature)
+    overlap = overlaps(model, draft_model, plain, temperature)
     results = []
     for verifier in VERIFIERS:
         engine = Engine(model, drafter, verifier=verifier, draft_length=DRAFT_LENGTH, **shape)

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost.passes import Pass
+from jaxspec.lab.cost.passes import Pass, Work
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.files import decode_text, read_input
@@ -58,7 +58,7 @@ class Device:
     round_s: float
     source: str
 
-    def pass_s(self, work: Pass) -> float:
+    def pass_s(self, work: Work) -> float:
         """Seconds of a forward pass, or of other kernels."""
         rates = self.bytes_per_s, self.bytes_per_s, self.kv_bytes_per_s
         kernels_s = sum(

@@ -40,11 +40,12 @@ from jaxspec.lab.cost.devices import (
     read_document,
     split,
 )
-from jaxspec.lab.cost.passes import Pass
+from jaxspec.lab.cost.passes import LOGITS_PASSES, Pass, Work
 from jaxspec.models.config import ModelConfig
 
 __all__ = [
     "DEVICES",
+    "LOGITS_PASSES",
     "LONGEST_DRAFT",
     "Device",
     "FindDevices",
@@ -52,6 +53,7 @@ __all__ = [
     "Pair",
     "Pass",
     "Timed",
+    "Work",
     "ceiling",
     "closed_form_draft_length",
     "closed_form_speed_up",

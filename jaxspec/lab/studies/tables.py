@@ -21,7 +21,7 @@ def broken_down(cells: Cells) -> list[Cell]:
 def shares(breakdown: dict[str, Any]) -> dict[str, float]:
     """Fractions of the wall time, by part."""
     found = {name: breakdown["seconds"][name] / breakdown["wall_s"] for name in PARTS[:-1]}
-    return found | {"rest": 1 - sum(found.values())}
+    return found | {"rest": 1.0 - sum(found.values())}
 
 
 def claims_table(claims: Iterable[Claim]) -> TextTable:
