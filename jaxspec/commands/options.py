@@ -166,9 +166,14 @@ def drafter_of_command(
     dtype: str | None,
     verify: bool = True,
 ) -> MakeDrafter | None:
-    """`choose_drafter` for the command line: as with `python -m`, modules of the current directory
-    are found (an installed script does not find them)."""
+    """`choose_drafter` for the command line."""
+    find_modules_here()
+    return choose_drafter(drafter, arguments, dtype=dtype, verify=verify)
+
+
+def find_modules_here() -> None:
+    """Finds modules of the current directory, as `python -m` does and an installed script does
+    not."""
     with contextlib.suppress(FileNotFoundError):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-    return choose_drafter(drafter, arguments, dtype=dtype, verify=verify)

@@ -20,7 +20,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench import measure, stages
-from jaxspec.lab.bench.compile_time import compile_times
+from jaxspec.lab.bench.cases import compile_times, parse_batches
 from jaxspec.lab.bench.decode import agreement
 from jaxspec.lab.bench.roofline import Ceilings, measure_ceilings
 from jaxspec.lab.cost import model as cost
@@ -39,7 +39,7 @@ def document(models, tmp_path_factory):
     """One decode bench, compile times left out: they take processes of their own."""
     plot = tmp_path_factory.mktemp("plots") / "rates.png"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+        patch.setattr(bench.cases, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
         command = bench.DecodeCommand(
             target=str(models.target),
             draft=str(models.draft),
@@ -129,7 +129,9 @@ def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkey
     llama = {"family": "llama", "has_qk_norm": False}
     monkeypatch.setitem(PRESETS, "tiny-target", toy.config(**llama))
     monkeypatch.setitem(PRESETS, "tiny-draft", toy.config(num_layers=1, **llama))
-    monkeypatch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+    monkeypatch.setattr(
+        bench.cases, "compile_times", lambda *_, batch_size: fake_compile(batch_size)
+    )
     command = bench.DecodeCommand(
         target="random:tiny-target",
         draft="random:tiny-draft",
@@ -295,13 +297,13 @@ def test_predict_takes_measured_acceptance(cli):
     [("1..64", [1, 2, 4, 8, 16, 32, 64]), ("3..10", [3, 6, 10]), ("1,8", [1, 8]), ("5", [5])],
 )
 def test_batches(text, sizes):
-    assert bench.parse_batches(text) == sizes
+    assert parse_batches(text) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "0", "8..1", "1..x", "1,-2", "0..4"])
 def test_batches_that_make_no_sense_are_refused(text):
     with pytest.raises(SettingError, match=r"1\.\.64"):
-        bench.parse_batches(text)
+        parse_batches(text)
 
 
 @pytest.mark.parametrize(

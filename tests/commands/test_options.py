@@ -20,8 +20,7 @@ import tyro
 from jaxspec.cli import load_command
 from jaxspec.commands import bench
 from jaxspec.errors import JaxspecError
-from jaxspec.lab.bench import program
-from jaxspec.lab.bench.compile_time import CompileTimeBench
+from jaxspec.lab.bench import cases, program
 from jaxspec.lab.plan import planner
 from jaxspec.load import models as loading
 from jaxspec.runtime.options import check_numbers
@@ -42,14 +41,12 @@ COMMANDS = {
     "train heads": (*TRAIN, "--kind", "clover", "--target", "demo-target", "--texts", "{absent}"),
     "train flexdraft": (*TRAIN, "--target", "demo-target", "--texts", "{absent}"),
     "bench decode": (),
-    "bench predict": ("--target", "qwen3-8b", "--draft", "qwen3-0.6b"),
     "bench gpu": ("--dry-run", "--out", "{absent}"),
-    "bench heads": ("--heads", "random:clover"),
     **dict.fromkeys(
         f"bench {name}"
         for name in (
-            "program", "schedulers", "verifiers", "trees", "flexdraft", "memory", "sessions",
-            "confusion", "kernels", "kv", "prefill", "step-cost", "trace-cost", "compile-time",
+            "predict", "program", "schedulers", "verifiers", "drafters", "memory", "sessions",
+            "kernels", "kv", "forward", "prefill", "compile-time",
         )
     ),
 }  # fmt: skip
@@ -121,7 +118,7 @@ def outcome(monkeypatch, tmp_path):
         if getattr(module, "load_model", None) is load_model:
             monkeypatch.setattr(module, "load_model", start)
     monkeypatch.setattr(planner.Planner, "plan", start)
-    monkeypatch.setattr(CompileTimeBench, "_model", start)
+    monkeypatch.setattr(cases, "random_model", start)
     monkeypatch.setattr(bench, "measure_grid", start)
     monkeypatch.setattr(program, "as_if_on", start)
     monkeypatch.chdir(tmp_path)

@@ -21,7 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import in_units, measure_parts, num_bytes
 from jaxspec.engine.plan import PlanBytes, compile_programs
 from jaxspec.errors import PromptError
-from jaxspec.lab.bench.measure import PairBench
+from jaxspec.lab.bench.measure import PairBench, Tables
 from jaxspec.lab.cost.baseline import baseline_bytes
 from jaxspec.lab.plan.planner import plan_memory
 from jaxspec.lab.plan.request import Search
@@ -29,7 +29,6 @@ from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 
@@ -39,25 +38,27 @@ WITHOUT, PLAN = "without a budget", "plan"
 PLANS: Mapping[str, KvDtype | None] = {PLAN: None, "plan, int8 KV": "int8"}
 
 
+ENGINES: Columns = {
+    "engine": "{name}",
+    "KV": lambda found: in_units(found["kv_bytes"]),
+    "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
+    "tokens/s": "{tokens_per_s:.0f}",
+    "of the speed": "{speed:.3f}",
+    "equal turns": "{num_equal_turns} of {num_turns}",
+    "less than the baseline": lambda found: (
+        f"{found['less_than_baseline']:.0%}, {found['less_without_draft_logits']:.0%}"
+    ),
+    "settings": "{sentence}",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBench(PairBench):
     """Compare plans with an engine without a budget and with the baseline policy, on chats of two
     turns."""
 
     NAME: ClassVar[str] = "memory"
-    TITLE: ClassVar[str] = "generation memory and speed"
-    COLUMNS: ClassVar[Columns] = {
-        "engine": "{name}",
-        "KV": lambda found: in_units(found["kv_bytes"]),
-        "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
-        "tokens/s": "{tokens_per_s:.0f}",
-        "of the speed": "{speed:.3f}",
-        "equal turns": "{num_equal_turns} of {num_turns}",
-        "less than the baseline": lambda found: (
-            f"{found['less_than_baseline']:.0%}, {found['less_without_draft_logits']:.0%}"
-        ),
-        "settings": "{sentence}",
-    }
+    TABLES: ClassVar[Tables] = {"results": ("generation memory and speed", ENGINES)}
 
     prompts: pathlib.Path | None = None
     """File of questions, one per line, with one or more `turns`; default the sample prompts, with
@@ -66,25 +67,17 @@ class MemoryBench(PairBench):
     """Use only this many questions, from the beginning of the file."""
     device: str = "h200"
     """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
-    keep: float = 0.96
-    """Fraction of the fastest plan's predicted speed to keep."""
-    acceptance: float = 0.7
-    """Probability that a drafted token is accepted."""
     max_tokens: int = 128
     """Tokens emitted per turn; EOS is ignored."""
-    max_length: int = 1024
-    """Slots per row of the engine without a budget and of the baseline policy; plans are for the
-    longest chat of that engine."""
-    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    """Draft lengths that the plan may choose."""
     repeats: int = 3
     """Timed turns of each engine; medians are reported."""
 
-    def check(self) -> None:
-        """Raises `SettingError` for options that nothing can be measured with."""
-        super().check()
-        check_between("--keep", self.keep, 0, 1, excludes_least=True)
-        check_between("--acceptance", self.acceptance, 0, 1)
+    keep: ClassVar[float] = 0.96  # fraction of the fastest plan's predicted speed
+    acceptance: ClassVar[float] = 0.7  # probability that a drafted token is accepted
+    # Slots per row of the engine without a budget and of the baseline policy; plans are for the
+    # longest chat of that engine.
+    max_length: ClassVar[int] = 1024
+    draft_lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6)  # that the plan may choose
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
@@ -196,19 +189,14 @@ class MemoryBench(PairBench):
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Notes on the baseline and the speeds."""
         baseline = document["baseline_bytes"]["generation_bytes"]
-        found = [
-            (
-                f"The baseline policy takes {in_units(baseline)} without weights, of which the "
-                "logits that a draft model makes of every prompt position are "
-                f"{in_units(baseline - document['without_draft_logits'])}. The last column counts "
-                "them and leaves them out. Speeds are medians of the ratios to the engine without "
-                "a budget, in turns.",
-                "dim",
-            )
-        ]
-        if not document["holds"]:
-            found.append(("Some outputs are not those of the other engine: a bug.", "bold red"))
-        return found
+        notes = (
+            f"The baseline policy takes {in_units(baseline)} without weights, of which the logits "
+            "that a draft model makes of every prompt position are "
+            f"{in_units(baseline - document['without_draft_logits'])}. The last column counts them "
+            "and leaves them out. Speeds are medians of the ratios to the engine without a budget, "
+            "in turns."
+        )
+        return [(notes, "dim"), *super().remarks(document)]
 
     def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
         if self.prompts is None:

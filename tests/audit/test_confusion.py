@@ -1,46 +1,43 @@
-"""The audit's confusion table: nothing is found in real outputs, and spoiled ones are found."""
+"""What the audit of outputs finds: nothing in real outputs, and what is wrong in damaged ones."""
 
 import importlib.resources
 import importlib.util
 import io
 
+import confusion
 import pytest
 from rich.console import Console
 
 import jaxspec
-from jaxspec.lab.studies.confusion import MISDECLARED, SPOILED, ConfusionBench
+from jaxspec.runtime.report import TextTable
 
 pytestmark = [pytest.mark.slow, pytest.mark.as_shipped, pytest.mark.timeout(3600)]
 
 HAS_TORCH = importlib.util.find_spec("torch") is not None
 ASSETS = importlib.resources.files(jaxspec) / "assets"
-BENCH = ConfusionBench(
-    target=str(ASSETS / "target"),
-    draft=str(ASSETS / "draft"),
-    against="hf" if HAS_TORCH else None,
-)
+PAIR = str(ASSETS / "target"), str(ASSETS / "draft")
 
 
 @pytest.fixture(scope="module")
 def rows():
-    """Those of the documentation's table, which `-s` shows."""
-    document = BENCH.measure()
+    """The rows of the documentation's table, which `-s` shows."""
+    found = confusion.confusion(PAIR, with_transformers=HAS_TORCH)
     console = Console(width=100, file=io.StringIO(), record=True)
-    BENCH.show(document, console)
+    console.print(TextTable.of_columns("What the audit finds", confusion.COLUMNS, found))
     print(console.export_text())
-    return document["results"]
+    return found
 
 
 def test_real_outputs_raise_no_alarm(rows):
     real = [row for row in rows if row["kind"] == "real"]
-    assert {row["mode"] for row in real} == set(BENCH.modes)
+    assert {row["mode"] for row in real} == set(confusion.MODES)
     assert len({row["what"] for row in real}) == (13 if HAS_TORCH else 10)
     assert [row for row in real if row["num_found"]] == []
 
 
 def test_every_way_of_being_wrong_is_tried(rows):
     tried = {row["what"] for row in rows if row["kind"] != "real"}
-    assert tried == {"BSP", "DSD", "another seed", *SPOILED, *MISDECLARED}
+    assert tried == {"BSP", "DSD", "another seed", *confusion.DAMAGED, *confusion.MISDECLARED}
     assert all(row["num_tried"] > 0 for row in rows)
 
 
