@@ -158,7 +158,7 @@ NO_MEASUREMENTS = {
     "exactness": ["| level |"],
     "flexdraft": ["| mode |", "| N drafts |", "| layout |"],
     "glossary": ["| word |", "| ours |"],
-    "heads": ["| | the first head reads |", "| layout |", "| name |"],
+    "heads": ["| | the first head reads |", "| layout |", '| `"tree"` |'],
     "kernels": ["| kernels |"],
     "memory": ["| setting |", "| `--drafter` |"],
     "models": ["| | what is supported |", "| file |", "| a prompt is |"],
@@ -193,6 +193,9 @@ def test_tables_of_figures_are_made_from_the_result_files(page):
 def test_every_table_of_figures_is_on_one_page():
     places = [name for page in PAGES for name in page_tables.PLACE.findall(text_of(page))]
     assert sorted(places) == sorted(page_tables.TABLES)
+    for page in PAGES:
+        for header in NO_MEASUREMENTS.get(page.stem, ()):
+            assert f"\n{header}" in text_of(page)
 
 
 def test_tables_that_no_file_has_are_seen(tmp_path):
