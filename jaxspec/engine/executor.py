@@ -50,8 +50,7 @@ from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
 from jaxspec.drafters.base import Drafter, with_defaults
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
-from jaxspec.engine.budget import fit_rows
-from jaxspec.engine.memory import Memory, measure_memory, num_bytes
+from jaxspec.engine.memory import Memory, fit_rows, measure_memory, num_bytes
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.models.base import LanguageModel, Model
