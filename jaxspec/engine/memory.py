@@ -29,9 +29,11 @@ from jaxspec.types import PyTree
 
 Loop = TypeVar("Loop", DecodeLoop, ShardedLoop, DecodeLoop | ShardedLoop)
 
-# fp32 arrays as large as its logits that drawing a token needs for noise, penalties and filters,
-# as XLA allocates them; a test compares them with compiled rounds.
-ARRAYS_PER_DRAW = 10
+# fp32 arrays `[V]` that XLA allocates for a token, besides its logits: where tokens are drawn at all
+# positions (a copy of the logits, noise, penalties, filters), and where a verifier compares
+# distributions and draws one token. A test compares them with compiled rounds.
+ARRAYS_PER_DRAW = 12
+ARRAYS_PER_COMPARISON = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -115,9 +117,9 @@ class Parts:
       logits_bytes: fp32 logits of the tokens that a round scores, `[B, T, V]`.
       draft_probs_bytes: fp32 distributions that drafts were drawn from, `[B, N, V]`, if the
         verifier needs them.
-      drawing_bytes: `ARRAYS_PER_DRAW` fp32 arrays `[n, V]` for the n tokens that a round draws at a
-        time: those of a part of the window (`sampling.num_drawn_together`), or of all of it for a
-        verifier that compares distributions.
+      drawing_bytes: fp32 arrays `[V]` that tokens are drawn with: `ARRAYS_PER_DRAW` for each that
+        is drawn at a time (`sampling.num_drawn_together`), or `ARRAYS_PER_COMPARISON` for each of
+        the window where the verifier compares distributions.
     """
 
     target_weights_bytes: int
@@ -172,18 +174,18 @@ def measure_parts(loop: DecodeLoop | ShardedLoop) -> Parts:
         buffers_bytes=num_bytes(state) - target_kv - draft_kv,
         logits_bytes=shape.batch_size * shape.verify_length * of_token,
         draft_probs_bytes=shape.needs_draft_probs * shape.batch_size * shape.num_nodes * of_token,
-        drawing_bytes=ARRAYS_PER_DRAW * _num_drawn(of_shard) * of_token,
+        drawing_bytes=_num_drawing_arrays(of_shard) * of_token,
     )
 
 
-def _num_drawn(loop: DecodeLoop) -> int:
-    """Tokens that a round draws at a time. A few rows may draw more of them than a few more rows
-    do; here they do not, so that more rows never need fewer bytes."""
+def _num_drawing_arrays(loop: DecodeLoop) -> int:
+    """Arrays `[V]` of `Parts.drawing_bytes`. A few rows may draw more tokens at a time than a few
+    more rows do; here they do not, so that more rows never need fewer bytes."""
     num_rows, length = loop.shape.batch_size, loop.shape.verify_length
     if not loop.verifier.is_coupled:
-        return num_rows * length
-    fewer = range(1, min(num_rows, SMALLEST_PART))
-    return max(each * num_drawn_together(each, length) for each in (*fewer, num_rows))
+        return ARRAYS_PER_COMPARISON * num_rows * length
+    numbers = (*range(1, min(num_rows, SMALLEST_PART)), num_rows)
+    return ARRAYS_PER_DRAW * max(each * num_drawn_together(each, length) for each in numbers)
 
 
 def _cache_bytes(state: PyTree) -> int:

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KvDtype
+from jaxspec.checkpoint.resolve import as_model
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import PlanBytes, in_units
 from jaxspec.errors import SettingError, warn_once
-from jaxspec.models.base import Model, as_model, kv_dtype_of
+from jaxspec.models.base import Model, kv_dtype_of
 
 PREFILL_CHUNK = 128  # of every plan: the engine's default
 
