@@ -29,9 +29,9 @@ from jaxspec.types import PyTree
 
 Loop = TypeVar("Loop", DecodeLoop, ShardedLoop, DecodeLoop | ShardedLoop)
 
-# fp32 arrays `[V]` that XLA allocates for a token, besides its logits: where tokens are drawn at all
-# positions (a copy of the logits, noise, penalties, filters), and where a verifier compares
-# distributions and draws one token. A test compares them with compiled rounds.
+# fp32 arrays `[V]` that XLA allocates for a token besides its logits: where it is drawn (a copy of
+# the logits, noise, penalties, filters), and where a verifier compares distributions and draws one
+# token for the whole window. A test compares both with compiled rounds.
 ARRAYS_PER_DRAW = 12
 ARRAYS_PER_COMPARISON = 8
 

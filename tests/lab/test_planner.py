@@ -35,7 +35,7 @@ from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, doubling, model_axes
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
-from jaxspec.verifiers import Block, Coupled, Rejection, Typical
+from jaxspec.verifiers import Coupled, Rejection
 
 TARGET = toy.config(num_layers=3)
 DRAFT = toy.config(num_layers=1, width=16, feed_forward_width=24, num_query_heads=2)
@@ -643,18 +643,19 @@ def check_whole(found, target, drafter):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("options", [{}, {"kv_window": 128}, {"kv_dtype": "int8"}], ids=str)
-def test_trees_of_a_draft_model_are_planned(options, monkeypatch):
+@pytest.mark.parametrize(
+    ("length", "options"), [(6, {}), (4, {"kv_window": 128}), (2, {"kv_dtype": "int8"})], ids=str
+)
+def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     """With the draft cache's extra slots, in a window for all nodes and in one for fewer."""
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     target = toy.model(num_layers=3)
-    for length in (6, 4, 2):
-        search = dataclasses.replace(NODES, draft_lengths=(length,))
-        found = plan_with(draft_model(**options), acceptance=BY_NODE, search=search, context=300)
-        assert found.settings.draft_length == length
-        assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
-        check_whole(found, target, draft_model(**options))
-        json.dumps(found.to_json())
+    search = dataclasses.replace(NODES, draft_lengths=(length,))
+    found = plan_with(draft_model(**options), acceptance=BY_NODE, search=search, context=300)
+    assert found.settings.draft_length == length
+    assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
+    check_whole(found, target, draft_model(**options))
+    json.dumps(found.to_json())
     with pytest.raises(SettingError, match="The plan has tree="):
         found.engine(target, draft_model(tree=None, **options))
 
