@@ -14,6 +14,7 @@ __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
     "lab.compare": "DrafterComparison compare",
+    "lab.plan.plan": "MemoryPlan",
     "lab.plan.planner": "plan_memory",
     "lab.plots": "plot_acceptance",
     "checkpoint.format": "save_model",
@@ -27,7 +28,6 @@ _EXPORTS = {
     "drafters.trees": "BeamTree BudgetTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
-    "engine.plan": "MemoryPlan",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
     "engine.sessions": "Session",
@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from jaxspec.drafters.trees import StaticTree as StaticTree
     from jaxspec.drafters.trees import best_static_tree as best_static_tree
     from jaxspec.engine.engine import Engine as Engine
-    from jaxspec.engine.plan import MemoryPlan as MemoryPlan
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput
     from jaxspec.engine.sessions import Session as Session
@@ -77,6 +76,7 @@ if TYPE_CHECKING:
     from jaxspec.errors import SettingError as SettingError
     from jaxspec.lab.compare import DrafterComparison as DrafterComparison
     from jaxspec.lab.compare import compare as compare
+    from jaxspec.lab.plan.plan import MemoryPlan as MemoryPlan
     from jaxspec.lab.plan.planner import plan_memory as plan_memory
     from jaxspec.lab.plots import plot_acceptance as plot_acceptance
     from jaxspec.load.drafters import load_drafter as load_drafter

@@ -7,8 +7,6 @@ import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
 from typing import Any, Unpack
 
-import jax
-
 from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.adaptive import AdaptiveDrafting, FixedDrafting
@@ -17,11 +15,10 @@ from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, executor_of
 from jaxspec.engine.intake import Intake, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
-from jaxspec.engine.plan import MemoryPlan
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
-from jaxspec.errors import RequestError, SettingError, warn_once
+from jaxspec.errors import RequestError, warn_once
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
@@ -119,50 +116,6 @@ class Engine:
         self._core = EngineCore(self.executor, config, drafting=self.adaptive or FixedDrafting())
         self.queue, self.row_store = self._core.queue, self._core.kept.rows
         self._intake = Intake(self.executor, self.draft_length, self.max_logprobs)
-
-    @classmethod
-    def from_plan(
-        cls,
-        plan: MemoryPlan,
-        target: Model | str,
-        drafter: Drafter | str | Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Engine:
-        """The engine that a plan describes (see `plan_memory`), on the plan's mesh if it has one.
-
-        Args:
-          plan: gives the engine its settings.
-          target: the model that the plan was made for, loaded as in `MemoryPlan.code`.
-          drafter: likewise; a plan that decodes plainly does not use it.
-          **options: further arguments of `Engine`.
-
-        A plan for another kind of device, or for a target in another dtype, warns: the engine may
-        then take more bytes than planned.
-
-        Raises:
-          SettingError: target or drafter store KV in another dtype or window than planned, there
-            are fewer devices, or a setting that `Engine` refuses.
-        """
-        check_kind("plan", plan, MemoryPlan, "a plan that plan_memory returned")
-        target = as_model(target)
-        drafter = make_drafter(drafter, target)
-        plan.check(target, drafter)
-        plan.warn_of_differences(target)
-        settings = plan.settings
-        if settings.num_devices > 1 and "mesh" not in options:
-            devices = jax.local_devices()
-            if len(devices) < settings.num_devices:
-                raise SettingError(
-                    f"The plan is for {settings.num_devices} devices, and JAX has {len(devices)}; "
-                    "run it where they are, or plan for fewer."
-                )
-            shape = (settings.num_data_shards, settings.num_model_shards)
-            options["mesh"] = jax.make_mesh(
-                shape, ("data", "model"), devices=devices[: settings.num_devices]
-            )
-        if not settings.draft_length:
-            drafter = None
-        return cls(target, drafter, **{**plan.engine_options, **options})
 
     def __repr__(self) -> str:
         return _shown(self.describe())

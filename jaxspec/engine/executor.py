@@ -43,9 +43,8 @@ from jaxspec.decode.settings import (
 from jaxspec.decode.sharded import ShardedLoop, check_mesh
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
-from jaxspec.engine.budget import fit_rows
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
-from jaxspec.engine.memory import Memory, measure_memory
+from jaxspec.engine.memory import Memory, fit_rows, measure_memory
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter

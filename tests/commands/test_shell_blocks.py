@@ -60,7 +60,7 @@ NOT_RUN = {
     "jaxspec compare --target MODEL --drafter none --drafter flexdraft:DIRECTORY": "trained "
     "weights; tests/commands/test_train.py trains and names some",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "
-    "tests/analysis/test_planner.py plans small models for meshes",
+    "tests/lab/test_planner.py plans small models for meshes",
 }
 
 # Beginnings of lines that take hours in the sizes that they state, and options that are added to

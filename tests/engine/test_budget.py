@@ -9,9 +9,8 @@ import toy
 
 from jaxspec import DraftModel, Engine, SamplingParams, SettingError
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.engine import budget
-from jaxspec.engine.budget import bytes_of, fit_rows
-from jaxspec.engine.plan import compile_programs
+from jaxspec.engine import memory
+from jaxspec.engine.memory import bytes_of, compile_programs, fit_rows
 
 SHAPE = {"max_length": 256, "prefill_chunk": 16, "draft_length": 3, "scheduler": "static"}
 
@@ -33,7 +32,7 @@ def _each_is_compiled_once():
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "compile_programs", compile_once)
+        patch.setattr(memory, "compile_programs", compile_once)
         yield
 
 
@@ -65,7 +64,7 @@ def test_the_most_rows_that_fit_are_chosen(made):
 def test_rows_chosen_without_the_programs_are_too_many(made, monkeypatch):
     """Sabotage: the temporaries are forgotten."""
     budget_bytes = total_bytes(made, 4) - 1
-    real = budget.compile_programs
+    real = memory.compile_programs
 
     def without_temporaries(loop):
         return [
@@ -73,7 +72,7 @@ def test_rows_chosen_without_the_programs_are_too_many(made, monkeypatch):
             for each in real(loop)
         ]
 
-    monkeypatch.setattr(budget, "compile_programs", without_temporaries)
+    monkeypatch.setattr(memory, "compile_programs", without_temporaries)
     found = fit_rows(made, budget_bytes)
     monkeypatch.undo()
     assert not is_the_most(made, found, budget_bytes)

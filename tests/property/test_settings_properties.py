@@ -248,7 +248,6 @@ def every_door():
         ),
         "cancel": (on_engine("cancel"), Engine.cancel, "", {}),
         "update_params": (on_engine("update_params"), Engine.update_params, "", {}),
-        "from_plan": (Engine.from_plan, None, "options drafter target", {"target": target()}),
         "Session.generate": (on_session("generate"), Session.generate, "prompt", single),
         "Session.stream": (on_session("stream"), Session.stream, "prompt", single),
         "prefill": (serving().prefill, None, "prompt", single),
@@ -289,7 +288,7 @@ def every_door():
 
 NAMES = (
     "SamplingParams Engine make_executor ServingEngine generate submit stream astream session "
-    "cache_prefix cancel update_params from_plan Session.generate Session.stream prefill insert "
+    "cache_prefix cancel update_params Session.generate Session.stream prefill insert "
     "serving.generate free load_model DraftModel Heads NGram Oracle BeamTree BudgetTree StaticTree "
     "best_static_tree Continuous Pool Typical Coupled Search compare plan_memory audit_engine "
     "audit_outputs probe"

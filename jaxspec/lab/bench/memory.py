@@ -18,8 +18,7 @@ import jax
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.memory import in_units, measure_parts, num_bytes
-from jaxspec.engine.plan import PlanBytes, compile_programs
+from jaxspec.engine.memory import bytes_of, in_units, num_bytes
 from jaxspec.errors import PromptError
 from jaxspec.lab.bench.measure import PairBench, Tables
 from jaxspec.lab.cost.baseline import baseline_bytes
@@ -101,7 +100,6 @@ class MemoryBench(PairBench):
                 kv_dtypes=(None,),
                 draft_kv_dtypes=(None,),
                 draft_kv_windows=(None,),
-                prefill_chunks=(128,),
             ),
         )
         free_length = unconstrained.settings.draft_length
@@ -126,10 +124,9 @@ class MemoryBench(PairBench):
         }
         engines = {WITHOUT: free}
         for name, plan in plans.items():
-            engines[name] = Engine.from_plan(
-                plan,
+            engines[name] = plan.engine(
                 with_kv_dtype(target, plan.settings.kv_dtype),
-                DraftModel(draft, **plan.settings.options_of("drafter")),
+                DraftModel(draft, **plan.settings.drafter_options),
             )
             engines[name].warm_up()
             self._ask(engines[name], lines[:1])
@@ -223,11 +220,7 @@ class MemoryBench(PairBench):
 
     def _bytes_of(self, engine: Engine) -> dict[str, Any]:
         """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
-        loop = engine.executor.loop
-        programs = compile_programs(loop)
-        found = PlanBytes.of_programs(
-            measure_parts(loop), max(each.added_bytes for each in programs), "compiled"
-        )
+        found = bytes_of(engine.executor.loop)
         return {
             **found.to_json(),
             "kv_bytes": found.parts.kv_bytes,
