@@ -1,13 +1,13 @@
 """Confidence intervals of means over prompts, and over training seeds where there are several.
 
 Prompts differ far more than what is compared on them, and all points of a curve share their prompts
-and seeds. So whole prompts and whole seeds are drawn with replacement, the same ones for every
-point (a cluster bootstrap; for two crossed factors: Owen 2007, "The pigeonhole bootstrap"). The
-ends of an interval are percentiles of the draws.
+and seeds. So whole prompts are drawn with replacement, the same ones for every point (a cluster
+bootstrap); so are whole seeds; and what both draws change is added up. The ends of an interval are
+percentiles of the draws.
 
 Of n prompts or seeds, n - 1 are drawn: the mean of n - 1 varies as much as the mean of n truly
-does, whereas draws of n have (n - 1) / n of that variance (Rao and Wu 1988). With few prompts or
-seeds the intervals are still too short, because the tails of Student's distribution are missing.
+does, whereas draws of n have (n - 1) / n of that variance (Rao and Wu 1988). The intervals of three
+seeds that differ more than the prompts are still too short: they end at the lowest and the highest.
 """
 
 from __future__ import annotations
@@ -78,13 +78,11 @@ def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator)
     """
     _, num_seeds, num_prompts = values.shape
 
-    def counts(num: int) -> np.ndarray:
-        return random.multinomial(num - 1, np.full(num, 1.0 / num), num_draws)
+    def shares(num: int) -> np.ndarray:
+        return random.multinomial(num - 1, np.full(num, 1.0 / num), num_draws) / (num - 1)
 
-    drawn = np.einsum("dp,nsp->dns", counts(num_prompts), values, optimize=True)
-    drawn = drawn / (num_prompts - 1)
+    means = values.mean(axis=(1, 2))
+    drawn = shares(num_prompts) @ values.mean(axis=1).T
     if num_seeds > 1:
-        drawn = np.einsum("ds,dns->dn", counts(num_seeds), drawn) / (num_seeds - 1)
-    else:
-        drawn = drawn[..., 0]
-    return np.concatenate([values.mean(axis=(1, 2))[None], drawn])
+        drawn += shares(num_seeds) @ values.mean(axis=2).T - means
+    return np.concatenate([means[None], drawn])

@@ -205,11 +205,13 @@ def test_a_parabola_has_its_quadratic_term_and_a_line_none():
 
 
 def coverage(*, seed_spread, num_seeds, careless=False, trials=400):
-    """How often the interval of a slope holds it, of normal prompts, seeds and noise."""
+    """How often the interval of a slope holds it, of normal noise, prompts and seeds whose slopes
+    differ."""
     random, held = np.random.default_rng(0), 0
     steps = np.log10(X)[:, None, None]
     for _ in range(trials):
-        values = random.standard_normal((6, num_seeds, 24)) + random.standard_normal(24)
+        values = random.standard_normal((6, num_seeds, 24))
+        values += random.standard_normal(24) * (1 + 0.5 * steps)
         values += seed_spread * random.standard_normal((1, num_seeds, 1)) * steps
         if careless:  # cells as if they had nothing in common
             cells = values.reshape(6, -1)
@@ -227,11 +229,11 @@ def test_intervals_hold_the_slope_as_often_as_they_say(seed_spread):
     assert 0.90 <= coverage(seed_spread=seed_spread, num_seeds=3) <= 0.98
 
 
-def test_three_seeds_that_differ_more_than_prompts_need_longer_intervals():
+def test_three_seeds_that_differ_more_than_prompts_are_too_few():
     """As docs/scaling.md says: such an interval ends at the lowest and the highest seed, between
     which the truth lies three times in four."""
-    assert 0.70 <= coverage(seed_spread=1.0, num_seeds=3) <= 0.82
-    assert 0.90 <= coverage(seed_spread=1.0, num_seeds=12) <= 0.98
+    assert 0.68 <= coverage(seed_spread=1.0, num_seeds=3) <= 0.84
+    assert 0.90 <= coverage(seed_spread=1.0, num_seeds=12, trials=200) <= 0.98
 
 
 def test_cells_taken_as_independent_are_found_out():

@@ -134,9 +134,9 @@ def test_twenty_studies_are_recovered():
 
 
 @pytest.mark.slow
-def test_five_hundred_studies_are_recovered():
-    # 0.94 less twice the error of a share of 500.
-    check_recovered(num_studies=500, num_draws=1000, held=0.92)
+def test_three_hundred_studies_are_recovered():
+    # 0.95 less twice the error of a share of 300.
+    check_recovered(num_studies=300, num_draws=1000, held=0.925)
 
 
 def test_a_saturated_chain_is_fitted_by_its_rate():
@@ -339,7 +339,7 @@ def test_settings_and_times_that_cannot_be(tmp_path):
 
 def differences(found, expected, path=""):
     """Where two documents differ, figures by more than what another machine's sums may."""
-    if isinstance(expected, dict):
+    if isinstance(expected, dict) and isinstance(found, dict):
         names = found.keys() | expected.keys()
         pairs = [(name, found.get(name), expected.get(name)) for name in sorted(names)]
     elif isinstance(expected, list) and isinstance(found, list) and len(found) == len(expected):
