@@ -19,6 +19,7 @@ from jaxspec.drafters.files import save_drafter
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.models.config import ModelConfig
+from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text, check_writer, read_texts
 from jaxspec.training.trainer import Task, TrainSettings
@@ -73,7 +74,8 @@ class Split(NamedTuple):
 
 
 class DrafterTask(Task):
-    """A drafter that is trained on its target's texts, beside the frozen target.
+    """A drafter that is trained on its target's texts, beside the frozen target. The loss gets the
+    texts of a step, a `TextBatch`, unless `batch` is replaced.
 
     Attributes:
       target: as it is loaded; `frozen` are its parameters, not packed.
@@ -101,22 +103,22 @@ class DrafterTask(Task):
         }
 
     @property
-    @abc.abstractmethod
     def needs(self) -> str:
         """What a text needs to be trained on, for messages."""
+        return "a token after its prompt that could be drafted"
 
-    @abc.abstractmethod
     def is_usable(self, text: Text) -> bool:
-        """Whether a text can be trained on."""
+        """Whether a text can be trained on: a token of its output could be drafted, as two come
+        before it, within a row."""
+        return self.length_of(text) > max(len(text.prompt), 2)
 
     @abc.abstractmethod
     def drafter(self, params: PyTree) -> Any:
         """The drafter with these parameters, in the target's dtype."""
 
-    @abc.abstractmethod
     def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
-        """Figures for the result, with parameters in the target's dtype: `held_out`, the accuracy
-        on texts by domain, and what else the drafter has."""
+        """Figures for the result, from texts, with parameters in the target's dtype."""
+        return {}
 
     def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
         """Writes the drafter, and measures it on all held-out texts."""
@@ -128,6 +130,18 @@ class DrafterTask(Task):
             **self.measure(params, self.split.held_out),
             self.PRODUCT: str(product),
         }
+
+    def batch(self, index: int, end: Branch | None) -> Any:
+        """The texts of a step."""
+        return self.texts_of(index)
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def length_of(self, text: Text) -> int:
+        """Tokens of a text, at most those of a row."""
+        return min(len(text.prompt) + len(text.output), self.settings.sequence_length)
 
     def places(self, index: int) -> range:
         """The rows of a step, by their number in the run."""

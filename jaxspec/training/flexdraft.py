@@ -220,16 +220,6 @@ class FlexTask(DrafterTask):
         """Whether it holds FlexDraft's weights."""
         return holds_flexdraft(product)
 
-    @property
-    def needs(self) -> str:
-        """A draft."""
-        return "a token after its prompt that could be drafted"
-
-    def is_usable(self, text: Text) -> bool:
-        """Whether a token of the output could be drafted: two come before it, within a row."""
-        length = min(len(text.prompt) + len(text.output), self.settings.sequence_length)
-        return length > max(len(text.prompt), 2)
-
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """The target's projectors, and a calibrator that adds nothing yet."""
         return init_flexdraft(self.config, frozen, key)

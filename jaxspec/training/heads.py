@@ -34,7 +34,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.options import check_between
 from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
-from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
@@ -278,17 +277,12 @@ class HeadsTask(DrafterTask):
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
         beginning, within a row."""
-        length = min(len(text.prompt) + len(text.output), self.settings.sequence_length)
-        number = self.config.num_heads
+        length, number = self.length_of(text), self.config.num_heads
         return length - len(text.prompt) >= number and length >= number + 2
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """Heads that add nothing yet."""
         return init_heads(self.config, self.target.config, frozen, key)
-
-    def batch(self, index: int, end: Branch | None) -> TextBatch:
-        """The texts of a step."""
-        return self.texts_of(index)
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
         """The accuracy of every head."""
