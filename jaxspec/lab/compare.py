@@ -1,8 +1,8 @@
 """Drafters compared on the same prompts, prompt by prompt.
 
 Prompts differ far more than drafters do: any drafter does well on a list of names, and none on a
-poem. So drafters are compared by their difference on each prompt, with an interval from resampling
-the prompts (Efron's bootstrap, bias-corrected and accelerated).
+poem. So drafters are compared by their difference on each prompt, with an interval from drawing the
+prompts again and again (`jaxspec.lab.intervals`).
 
 Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. The
 time of one prompt inside a batch cannot be measured; wall time is that of the whole batch of
@@ -22,12 +22,13 @@ import numpy as np
 from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
 from jaxspec.cache import pages as kv
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import choose_verify_length, default_draft_length, does_not_fit
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
+from jaxspec.lab.intervals import CONFIDENCE, Interval, mean_interval
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import (
@@ -54,35 +55,6 @@ METRICS: dict[str, Callable[[Acceptance], float]] = {
     "rounds": lambda own: float(own.num_rounds),
     "emitted per round": lambda own: own.emitted_per_round,
 }
-CONFIDENCE = 0.95
-NUM_RESAMPLES = 9999
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Interval:
-    """A mean over prompts and its confidence interval.
-
-    Attributes:
-      mean: over the prompts.
-      low: lower end of the `CONFIDENCE` interval; NaN for a single prompt.
-      high: upper end.
-      num_prompts: number of prompts that the mean is taken over.
-    """
-
-    mean: float
-    low: float
-    high: float
-    num_prompts: int
-
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the sign is certain, at that confidence."""
-        return self.low > 0 or self.high < 0
-
-    def to_json(self) -> dict[str, float | int | None]:
-        """Fields as JSON values; an unknown end is null."""
-        fields = dataclasses.asdict(self)
-        return {name: None if np.isnan(value) else value for name, value in fields.items()}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -304,34 +276,9 @@ class DrafterComparison:
         return figure
 
 
-def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
-    """The mean of `values` and its bootstrap interval (BCa, Efron 1987).
-
-    Args:
-      values: `[n]` float64, at least one.
-      seed: seed of the resampling.
-    """
-    # Importing scipy.stats takes a second, and importing jaxspec imports this module.
-    from scipy import stats
-
-    mean, low, high = float(np.mean(values)), float("nan"), float("nan")
-    if len(values) > 1 and np.ptp(values) == 0:  # resampling changes nothing, and BCa is undefined
-        low = high = mean
-    elif len(values) > 1:
-        found = stats.bootstrap(
-            (values,),
-            np.mean,
-            confidence_level=CONFIDENCE,
-            n_resamples=NUM_RESAMPLES,
-            rng=np.random.default_rng(seed),
-        ).confidence_interval
-        low, high = float(found.low), float(found.high)
-    return Interval(mean=mean, low=low, high=high, num_prompts=len(values))
-
-
 def compare(
     target: Model | str,
-    drafters: Mapping[str, Drafter | str | None] | Sequence[str],
+    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None] | Sequence[str],
     prompts: Sequence[Prompt] | Prompt,
     params: Params | Sequence[Params] | None = None,
     *,
@@ -503,7 +450,7 @@ def run_candidates(
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
     for label, engine in engines.items():
-        if engine.executor.loop.drafter.shares_state:
+        if engine.executor.parts.drafter.shares_state:
             tell(f"{label}: with what it has learned")
             warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 
@@ -538,7 +485,7 @@ def run_candidates(
 
 
 def _check(
-    drafters: Mapping[str, Drafter | str | None],
+    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None],
     prompts: Sequence[Prompt],
     categories: Sequence[str] | None,
 ) -> None:

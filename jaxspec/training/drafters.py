@@ -14,10 +14,10 @@ import numpy as np
 import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import save_drafter
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import save_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models.config import ModelConfig
 from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.flexdraft.config import FlexConfig, flex_config, param_shapes
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.drafters.flexdraft.files import holds_flexdraft
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -218,7 +218,7 @@ class FlexTask(DrafterTask):
     @staticmethod
     def may_replace(product: pathlib.Path) -> bool:
         """Whether it holds FlexDraft's weights."""
-        return holds_flexdraft(product)
+        return kind_of(product) == "flexdraft"
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """The target's projectors, and a calibrator that adds nothing yet."""

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.heads.config import (
     Connection,
     Gate,
@@ -26,7 +27,6 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.files import holds_heads
 from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
@@ -266,7 +266,7 @@ class HeadsTask(DrafterTask):
     @staticmethod
     def may_replace(product: pathlib.Path) -> bool:
         """Whether it holds heads."""
-        return holds_heads(product)
+        return kind_of(product) == "heads"
 
     @property
     def needs(self) -> str:

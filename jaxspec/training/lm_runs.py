@@ -14,9 +14,9 @@ import tokenizers
 import xxhash
 from flax import serialization
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import check_repeatable

@@ -25,9 +25,9 @@ import numpy as np
 import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests

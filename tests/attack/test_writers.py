@@ -19,8 +19,8 @@ import pytest
 import tiny
 from attack import outcomes
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.cli import main
+from jaxspec.load.models import load_model
 from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.lm import load_run
 

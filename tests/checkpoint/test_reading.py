@@ -22,10 +22,10 @@ from heads import random_params
 
 import jaxspec
 from jaxspec import Engine, SamplingParams, cli, errors, load_drafter, load_model
-from jaxspec.checkpoint import resolve
-from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.convert import convert
 from jaxspec.drafters.heads.config import heads_config
+from jaxspec.load import models as loading
+from jaxspec.load.models import cached_models, remove_cached_model
 from jaxspec.runtime import files
 from jaxspec.training import checkpoints, trainer
 from jaxspec.training.lm_runs import load_run, read_tokenizer
@@ -262,7 +262,7 @@ def test_what_is_intact_is_never_called_damaged(here, monkeypatch, raised, expec
         raise raised
 
     monkeypatch.setattr(ocp, "load", fail)
-    monkeypatch.setattr(resolve, "convert_directory", None)  # nothing is converted again
+    monkeypatch.setattr(loading, "convert_directory", None)  # nothing is converted again
     for where, verify in itertools.product(("out", "hf"), (True, False)):
         with warnings.catch_warnings(action="error"), pytest.raises(expected) as found:
             load_model(here / where, verify=verify)
@@ -307,7 +307,6 @@ def test_a_forked_child_is_refused_at_every_door(here):
         lambda: load_drafter(here / "out", model),
         lambda: jaxspec.save_model(model, here / "saved"),
         lambda: jaxspec.save_drafter(heads, here / "heads"),
-        lambda: jaxspec.export_drafter(heads, here / "heads", "vllm", target=model),
         lambda: convert(here / "hf", here / "made"),
     ]
     child = os.fork()

@@ -17,11 +17,11 @@ from rich.console import Console
 from training.test_training import tiny, write_corpus
 
 from jaxspec import cli
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.lab.studies import scaling
 from jaxspec.lab.studies.scaling import tables
 from jaxspec.lab.studies.scaling.decoding import Decoder, given_prompts, rows_of
+from jaxspec.load.models import load_model
 from jaxspec.training import lm, schedule, trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -56,7 +56,6 @@ def options_of(out, corpora, target, prompts, **changes):
         "prompts": prompts,
         "out": out,
         "layers": (1, 2),
-        "reference_layers": 1,
         "widths": (32,),
         "tokens": TOKENS,
         "other_tokens": TOKENS[1:],
@@ -263,7 +262,7 @@ def shipped_settings():
     names = ("layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds")
     return scaling.ScalingSettings(
         **{name: tuple(config[name]) for name in names},
-        **{name: config[name] for name in ("reference_layers", "batch_tokens", "warmup_steps")},
+        **{name: config[name] for name in ("batch_tokens", "warmup_steps")},
     )
 
 
@@ -330,11 +329,9 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
         ("would begin before the 2 steps", {"tokens": (64, 512)}),
         ("32 tokens has 0 steps of 64", {"tokens": (32, 512), "warmup_steps": 0}),
         ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
-        ("none of --layers", {"reference_layers": 3}),
         ("different numbers", {"seeds": (0, 0)}),
         ("multiples of 32", {"widths": (40,)}),
         ("--held-out names novels", {"held_out": ("novels",)}),
-        ("between 0 and 1", {"texts_share": 1.0}),
         ("at least 1", {"draft_lengths": ()}),
     ]
     for words, changes in cases:

@@ -42,7 +42,7 @@ def test_from_documents_to_drafts(cli, tmp_path, kind, options):
     assert shown.document["steps"] == 8
     assert "head 3" in shown.out
     drafted = cli(
-        *("generate", "--target", model, "--drafter", f"{kind}:{out / 'heads'}"),
+        *("generate", "--target", model, "--drafter", f"heads:{out / 'heads'}"),
         *("--prompt", "The fox", "--max-tokens", 12, "--json"),
     )
     plain = cli("generate", "--target", model, "--prompt", "The fox", "--max-tokens", 12, "--json")
@@ -65,7 +65,8 @@ def test_flexdraft_from_texts_to_drafts(cli, tmp_path):
     assert "slot 3" in shown.out
     for mode in ("parallel", "sequential"):
         drafted = cli(
-            *("generate", "--target", model, "--drafter", f"flexdraft[{mode}]:{out / 'flexdraft'}"),
+            *("generate", "--target", model, "--draft", out / "flexdraft"),
+            *("--drafter-args", json.dumps({"mode": mode})),
             *("--prompt", "The fox", "--max-tokens", 12, "--draft-length", 3, "--json"),
         )
         plain = cli(

@@ -258,5 +258,5 @@ def test_an_unknown_dtype_and_a_model_with_a_cache_of_its_own_are_refused():
 
     with pytest.raises(SettingError, match="a model of mine, which makes its cache itself"):
         DraftModel(Own(), kv_dtype="int8")
-    with pytest.raises(SettingError, match="'ngram', which is not a draft model; leave it out"):
-        jaxspec.drafters.names.choose_drafter("ngram", kv_dtype="int8")
+    with pytest.raises(SettingError, match="kv_dtype was given for the drafter ngram"):
+        jaxspec.load.drafters.choose_drafter("ngram", {"kv_dtype": "int8"})

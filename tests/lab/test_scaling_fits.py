@@ -2,31 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pandas as pd
 import pytest
+from simulated_study import TRUTHS, simulate
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.scaling.estimators import (
+from jaxspec.lab.intervals import ENDS, resample
+from jaxspec.lab.studies.scaling.estimators import (
     acceptance_by_position,
     check_rows,
     estimate,
     estimates_at,
 )
-from jaxspec.lab.scaling.fits import (
-    Interval,
-    LogPolynomial,
+from jaxspec.lab.studies.scaling.fits import (
+    LogLinear,
     RejectionPower,
     Saturating,
-    aicc,
-    bca_shares,
-    hc3_errors,
-    resample,
+    chain_rate,
+    quadratic_term,
 )
-from jaxspec.lab.scaling.gates import check_gates, word_for
-from jaxspec.lab.scaling.simulate import TRUTHS, Simulation, chain_rate
+from jaxspec.lab.studies.scaling.gates import check_gates, word_for
 
 pytestmark = pytest.mark.core
 
@@ -97,9 +93,11 @@ def test_a_single_round_is_all_there_is():
 
 def test_tau_is_unbiased_where_emitted_per_round_is_not():
     truth = np.array([1.5, 3.5, 5.5])
-    still = {"prompt_spread": 0.0, "slope_spread": 0.0, "seed_spread": 0.0, "branch_spread": 0.0}
-    study = Simulation(tokens=(1, 10, 100), num_seeds=1, num_prompts=6000, max_tokens=32, **still)
-    found = estimate(check_rows(study.rows(lambda _: truth, seed=0))).groupby("training_tokens")
+    study = simulate(
+        lambda d: truth, seed=0, tokens=(1, 10, 100), num_seeds=1, num_prompts=6000, max_tokens=32,
+        prompt_spread=0.0, seed_spread=0.0,
+    )  # fmt: skip
+    found = estimate(check_rows(study)).groupby("training_tokens")
     np.testing.assert_allclose(found.tau.mean(), truth, atol=0.08)
     assert found.emitted_per_round.mean().iloc[-1] < truth[-1] - 0.16
     np.testing.assert_allclose(found.rate.mean(), chain_rate(truth, 8), atol=0.01)
@@ -179,8 +177,7 @@ def test_points_keep_the_seeds_and_prompts_that_are_everywhere():
 @pytest.mark.parametrize(
     ("form", "params"),
     [
-        (LogPolynomial(1), [1.2, 0.7]),
-        (LogPolynomial(2), [1.2, 0.7, -0.1]),
+        (LogLinear(), [1.2, 0.7]),
         (Saturating(), [3.0, 1.8, 0.25]),
         (RejectionPower(8), [0.8, 0.3]),
         (RejectionPower(8, is_logit=True), [0.8, 0.3]),
@@ -193,60 +190,48 @@ def test_curves_are_found_again(form, params):
     found = form.fit(1000 * X, y, weights)
     np.testing.assert_allclose(found, params, rtol=2e-2)
     np.testing.assert_allclose(form.predict(found, 1000 * X), y, atol=2e-3)
-    # Many curves at once are the same as one by one.
+    # Many curves at once are the same as one by one, but a rejection power has the weights of the
+    # first.
     many = y + 0.01 * np.random.default_rng(0).standard_normal((5, 6))
+    same = 1 if isinstance(form, RejectionPower) else 5
     one_by_one = [form.fit(1000 * X, each, weights) for each in many]
-    if not isinstance(form, RejectionPower):  # whose weights are of all of them together
-        np.testing.assert_allclose(form.fit(1000 * X, many, weights), one_by_one)
+    np.testing.assert_allclose(form.fit(1000 * X, many, weights)[:same], one_by_one[:same])
 
 
-def test_hc3_errors_are_those_of_leaving_each_point_out():
-    """The residual over 1 - leverage is how far the point lies from the line through the others."""
-    random, design = np.random.default_rng(0), LogPolynomial(1).design(X)
-    y, weights = random.standard_normal(6), random.uniform(0.5, 2.0, 6)
-    scaled = design * weights[:, None]
-    inverse = np.linalg.inv(design.T @ scaled)
-    whole = inverse @ scaled.T @ y
-    moved = []
-    for left_out in range(6):
-        keep = np.arange(6) != left_out
-        others = np.linalg.solve(design[keep].T @ scaled[keep], scaled[keep].T @ y[keep])
-        moved.append(whole - others)
-    expected = np.sqrt(np.sum(np.square(moved), axis=0))
-    np.testing.assert_allclose(hc3_errors(design, y, weights), expected)
-
-
-def test_aicc_by_hand_and_where_there_are_too_few_points():
-    residuals = np.array([0.1, -0.1, 0.2, -0.2, 0.1, -0.1])
-    squares = np.sum(residuals**2)
-    expected = 6 * np.log(squares / 6) + 2 * 3 + 2 * 3 * 4 / (6 - 3 - 1)
-    assert aicc(residuals, ONES, 2) == pytest.approx(expected)
-    assert aicc(residuals[:4], ONES[:4], 2) is None
+def test_a_parabola_has_its_quadratic_term_and_a_line_none():
+    decades, weights = np.log10(X), np.array([1.0, 2, 3, 1, 2, 3])
+    curves = np.stack([1.2 + 0.7 * decades, 1.2 + 0.7 * decades - 0.1 * decades**2])
+    np.testing.assert_allclose(quadratic_term(X, curves, weights), [0.0, -0.1], atol=1e-12)
 
 
 def coverage(*, seed_spread, num_seeds, careless=False, trials=400):
     """How often the interval of a slope holds it, of normal prompts, seeds and noise."""
-    random, line, held = np.random.default_rng(0), LogPolynomial(1), 0
+    random, held = np.random.default_rng(0), 0
     steps = np.log10(X)[:, None, None]
     for _ in range(trials):
         values = random.standard_normal((6, num_seeds, 24)) + random.standard_normal(24)
         values += seed_spread * random.standard_normal((1, num_seeds, 1)) * steps
-        draws = resample(values, num_draws=400, random=random)
         if careless:  # cells as if they had nothing in common
             cells = values.reshape(6, -1)
             drawn = random.integers(cells.shape[1], size=(400, cells.shape[1]))
-            both = np.stack([cells[:, each].mean(axis=1) for each in drawn])
-            low, high = np.quantile(line.fit(X, both, ONES)[:, 1], (0.025, 0.975))
+            draws = np.stack([cells[:, each].mean(axis=1) for each in drawn])
         else:
-            interval = draws.interval(lambda means: line.fit(X, means, ONES)[..., 1])
-            low, high = interval.low, interval.high
+            draws = resample(values, num_draws=400, random=random)[1:]
+        low, high = np.quantile(LogLinear().fit(X, draws, ONES)[:, 1], ENDS)
         held += low <= 0.0 <= high
     return held / trials
 
 
-@pytest.mark.parametrize("seed_spread", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("seed_spread", [0.0, 0.1])
 def test_intervals_hold_the_slope_as_often_as_they_say(seed_spread):
     assert 0.90 <= coverage(seed_spread=seed_spread, num_seeds=3) <= 0.98
+
+
+def test_three_seeds_that_differ_more_than_prompts_need_longer_intervals():
+    """As docs/scaling.md says: such an interval ends at the lowest and the highest seed, between
+    which the truth lies three times in four."""
+    assert 0.70 <= coverage(seed_spread=1.0, num_seeds=3) <= 0.82
+    assert 0.90 <= coverage(seed_spread=1.0, num_seeds=12) <= 0.98
 
 
 def test_cells_taken_as_independent_are_found_out():
@@ -255,25 +240,17 @@ def test_cells_taken_as_independent_are_found_out():
 
 def test_one_seed_has_the_intervals_of_its_prompts():
     values = np.random.default_rng(0).standard_normal((6, 1, 40))
-    draws = resample(values, num_draws=4000, random=np.random.default_rng(1))
-    assert draws.of_seeds is None
-    interval = draws.interval(lambda means: means[..., 0])
-    error = values[0, 0].std(ddof=1) / np.sqrt(40)
-    assert interval.high - interval.low == pytest.approx(2 * 2.0227 * error, rel=0.07)
+    means, *draws = resample(values, num_draws=4000, random=np.random.default_rng(1))[:, 0]
+    assert means == values[0].mean()
+    low, high = np.quantile(draws, ENDS)
+    assert high - low == pytest.approx(2 * 1.96 * values[0, 0].std(ddof=1) / np.sqrt(40), rel=0.07)
 
 
-def test_draws_that_tie_with_the_value_are_ties_on_every_processor():
-    # Means of few prompts, summed in two orders, as two processors sum them.
-    thirds = np.array([0.1, 0.2, 0.3])
-    value, draws = float(np.mean(thirds)), np.repeat([0.1, 0.2, 0.3], [40, 30, 30])
-    rounded_down, rounded_up = (
-        np.where(draws == 0.2, value * (1 + e), draws) for e in (-1e-15, 1e-15)
-    )
-    assert (rounded_down < value).sum() != (rounded_up < value).sum()  # without care they differ
-    shares = bca_shares(rounded_down, value, thirds)
-    np.testing.assert_array_equal(shares, bca_shares(rounded_up, value, thirds))
-    # A draw that is apart counts on its own side.
-    assert (bca_shares(np.where(draws == 0.2, 0.21, draws), value, thirds) < shares).all()
+def test_all_points_have_the_same_draws():
+    """So what easy prompts and lucky seeds add to every point cancels in a difference."""
+    values = np.random.default_rng(0).standard_normal((1, 3, 20)) + np.arange(4)[:, None, None]
+    drawn = resample(values, num_draws=50, random=np.random.default_rng(1))
+    np.testing.assert_allclose(np.diff(drawn, axis=1), 1.0)
 
 
 PASSING = {
@@ -308,15 +285,14 @@ def test_each_gate_stops_the_word_law(name, changes):
     given = PASSING | {"curvature": (-0.1, 0.1)} | changes
     if given["curvature"] is not None:
         low, high = given["curvature"]
-        given["curvature"] = Interval(value=(low + high) / 2, low=low, high=high)
+        given["curvature"] = {"value": (low + high) / 2, "low": low, "high": high}
     gates = check_gates(**given)
     assert [gate.name for gate in gates if not gate.passes] == ([name] if name else [])
     assert word_for(gates) == ("trend" if name else "law")
 
 
 def test_simulated_outputs_are_cut_where_they_must_be():
-    study = dataclasses.replace(Simulation(), num_prompts=5, max_tokens=20)
-    rows = check_rows(study.rows(TRUTHS["saturating"], seed=0))
+    rows = check_rows(simulate(TRUTHS["saturating"], num_prompts=5, max_tokens=20))
     assert (rows.emitted == 20).all()
     accepted = np.array(rows.accepted_at.tolist()).sum(axis=1)
     np.testing.assert_array_equal(accepted + rows.rounds, 20)

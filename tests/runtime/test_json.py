@@ -3,7 +3,7 @@
 import json
 import math
 
-from jaxspec.runtime.documents import json_text, write_document
+from jaxspec.runtime.documents import document_text, json_text, write_document
 
 
 def refuse(constant):
@@ -17,3 +17,25 @@ def test_numbers_that_are_not_finite_are_null(tmp_path):
     write_document(value, tmp_path / "document.json")
     written = (tmp_path / "document.json").read_text()
     assert json.loads(written, parse_constant=refuse) == expected
+
+
+def test_records_and_lists_are_lines_of_a_document():
+    speeds = [1.5] * 40
+    run = {"name": "a", "batch": 1, "speeds": speeds, "nested": {"x": {}}, "is_new": True}
+    value = {"short": {"x": [[1], [2]]}, "runs": [run, {"speeds": speeds}], "empty": []}
+    lines = document_text(value).split("\n")
+    assert lines == [
+        "{",
+        ' "short": {"x": [[1], [2]]},',
+        ' "runs": [',
+        "  {",
+        '   "name": "a", "batch": 1,',
+        f'   "speeds": {speeds},',
+        '   "nested": {"x": {}}, "is_new": true',
+        "  },",
+        f'  {{"speeds": {speeds}}}',
+        " ],",
+        ' "empty": []',
+        "}",
+    ]
+    assert json.loads("\n".join(lines)) == value

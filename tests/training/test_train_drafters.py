@@ -13,12 +13,12 @@ from training.test_trainer import Stopped, stop_after
 from training.test_trunk import are_equal
 from written import write_texts
 
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import load_drafter
+from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import head_accuracy
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft

@@ -139,7 +139,7 @@ def _positions_by_buffer_index(window: OpenWindow, at: Place) -> OpenWindow:
 @_enters(
     (Engine, "run"),
     "DSD: the target is called without mask and positions",
-    "I2, I3: a query sees its row's own tokens only",
+    "I2, I3: a query sees only its own row's tokens",
     ", in rows shorter than the longest",
 )
 def _padding_attended(real, pad_token):
@@ -178,7 +178,7 @@ def _padding_in_positions(window: OpenWindow, at: Place) -> OpenWindow:
 
 @_enters(
     "commit",
-    "DSD: padded again without being unpadded",
+    "DSD: pads again without removing the old padding",
     "I1: a row's length is that of its tokens",
     "; outputs hold pads and end early",
     kv=_padding_in_kv,
@@ -203,7 +203,7 @@ def _pad_drafts_emitted(emitted: jax.Array, at: Place) -> jax.Array:
 
 @_enters(
     "verdict",
-    "DSD: pads that fill up short drafts are compared with pads",
+    "DSD: padding of short drafts is compared with padding",
     "C5: only the first num_valid nodes of a draft are proposals",
     ", at pads after a fully accepted draft",
     emitted=_pad_drafts_emitted,
@@ -298,7 +298,7 @@ def _positions_not_recomputed(window: OpenWindow, at: Place) -> OpenWindow:
 @_enters(
     "window",
     "BSP without its masked holes: rejected drafts stay in the cache",
-    "C1: what lies beyond the committed length is overwritten, never seen",
+    "C1: what lies beyond the committed length is never visible",
     ", after the first rejection",
 )
 def _rejected_tail_visible(window: OpenWindow, at: Place) -> OpenWindow:
@@ -323,7 +323,7 @@ def _rollback_one_short(after: OpenState, at: Place) -> OpenState:
 @_enters(
     "window",
     "one scalar cursor for the batch (Transformers' static cache, Flax's cache)",
-    "I1: every row stands at an offset of its own",
+    "I1: every row has its own offset",
     ", in rows after the foremost",
 )
 def _one_cursor_for_all_rows(window: OpenWindow, at: Place) -> OpenWindow:
@@ -369,7 +369,7 @@ def _pad_in_prompt_masked(window: OpenWindow, at: Place) -> OpenWindow:
 @_enters(
     "prefill",
     "a row's KV taken for the new request's prefix",
-    "C1: a row's predecessor leaves nothing that is seen",
+    "C1: nothing of a row's previous request is visible",
     ", in requests that take a used row",
 )
 def _stale_kv_after_reuse(after: OpenState, at: Place) -> OpenState:
@@ -382,8 +382,8 @@ def _stale_kv_after_reuse(after: OpenState, at: Place) -> OpenState:
 
 @_enters(
     "admit_row",
-    "a row's counters that are never reset",
-    "I1, C1: a row's predecessor leaves nothing that is seen",
+    "a row's counters are not reset",
+    "I1, C1: nothing of a row's previous request is visible",
     ", in requests shorter than their row's predecessor",
 )
 def _stale_length_after_reuse(after: OpenState, at: Place) -> OpenState:
@@ -427,7 +427,7 @@ def _stop_unseen_in_accepted_run(emission: Emission, at: Place) -> Emission:
 
 @_enters(
     "emission",
-    "EQSPEC, EXSPEC: accepted EOS, and the round's tokens after it",
+    "EQSPEC, EXSPEC: the round's tokens after an accepted EOS are kept",
     "E1: an output ends at its first stop token",
     "the output holds tokens after the reference has ended",
 )
@@ -467,7 +467,7 @@ def _pad_is_stop(after: OpenState, at: Place) -> OpenState:
 @_enters(
     (Engine, "run"),
     "EXSPEC with --sort_by_length: never sorted back",
-    "outputs stand in the order of their prompts",
+    "outputs come in the order of their prompts",
     "the outputs are the reference's as a set, but not in order",
     kind="order",
 )
@@ -498,7 +498,7 @@ def _noise_ignores_seed(after: OpenState, at: Place) -> OpenState:
 @_enters(
     "rows",
     "top-k, top-p and min-p broadcast along the wrong rows",
-    "E2: a row's distribution does not depend on what a neighbour asked for",
+    "E2: a row's distribution does not depend on its neighbours' settings",
     kind="sampling",
 )
 def _filters_of_neighbour(rows: BatchView, at: Place) -> BatchView:
@@ -515,7 +515,7 @@ def _filters_of_neighbour(rows: BatchView, at: Place) -> BatchView:
 @_enters(
     (sampling, "round_keys"),
     "keys folded from the position alone, under block verification",
-    "E3: no round reuses noise that has decided an earlier one",
+    "E3: no round reuses noise that decided an earlier one",
     kind="distribution",
 )
 def _position_only_keys(real, pad_token):

@@ -7,66 +7,46 @@ times only the direction can.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from typing import Any, Literal, TypeAlias
+from typing import TypeAlias
 
 from jaxspec.lab.studies import published_figures as theirs
 from jaxspec.lab.studies.published import BROKEN
 from jaxspec.lab.studies.workload import NAMED, PLAIN, Cell, Cells, nearest, of_kind, rounds_of
 
-Answer: TypeAlias = Literal["yes", "no", "in part", "not measured"]
-Check: TypeAlias = Callable[[Cells], tuple[str, Answer]]
+# Our figures in words, and whether they reproduce the claim: `yes`, `no` or `in part`.
+Check: TypeAlias = Callable[[Cells], tuple[str, str]]
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Claim:
-    """One line of the table.
-
-    Attributes:
-      claim: the claim, in a sentence.
-      paper: the paper's figures, and where they are.
-      ours: what this study measured.
-      reproduced: whether ours agree.
-      why: the reason if not, or what the figures mean.
-    """
-
-    claim: str
-    paper: str
-    ours: str = ""
-    reproduced: Answer = "not measured"
-    why: str
+_CHECKS: list[tuple[dict[str, str], Check]] = []
 
 
 class _Missing(Exception):
     """The study has no cell for a claim."""
 
 
-_CHECKS: list[tuple[Claim, Check]] = []
-
-
-def _claim(claim: str, *, paper: str, why: str) -> Callable[[Check], Check]:
-    """Adds a check to the table. The check returns our figures, and whether they reproduce the
-    claim."""
-
-    def add(check: Check) -> Check:
-        _CHECKS.append((Claim(claim=claim, paper=paper, why=why), check))
-        return check
-
-    return add
-
-
-def check_claims(cells: Cells) -> list[Claim]:
-    """All claims, as far as the study's cells answer them."""
+def check_claims(cells: Cells) -> list[dict[str, str]]:
+    """A record for each claim: `claim`, in a sentence; `paper`, its figures and where they are;
+    `ours`, what this study measured; `reproduced`, whether ours agree, or `not measured`; `why`,
+    the reason if not, or what the figures mean."""
     found = []
     for claim, check in _CHECKS:
         try:
             ours, reproduced = check(cells)
-            found.append(dataclasses.replace(claim, ours=ours, reproduced=reproduced))
+            found.append({**claim, "ours": ours, "reproduced": reproduced})
         except _Missing as missing:
             why = f"no cell of {missing} in this study"
-            found.append(dataclasses.replace(claim, why=why))
+            found.append({**claim, "ours": "", "reproduced": "not measured", "why": why})
     return found
+
+
+def _claim(claim: str, *, paper: str, why: str) -> Callable[[Check], Check]:
+    """Adds a check to the table."""
+
+    def add(check: Check) -> Check:
+        _CHECKS.append(({"claim": claim, "paper": paper, "why": why}, check))
+        return check
+
+    return add
 
 
 def _decoding(cells: Cells, system: str) -> dict[int, Cell]:
@@ -77,24 +57,29 @@ def _decoding(cells: Cells, system: str) -> dict[int, Cell]:
     return {cell["batch_size"]: cell for cell in sorted(found, key=lambda one: one["batch_size"])}
 
 
-def _range(system: str) -> str:
+def _listed(by_size: dict[int, float], form: str) -> str:
+    """E.g. `1.20x at 4, 1.10x at 8`."""
+    return ", ".join(f"{form.format(value)} at {size}" for size, value in by_size.items())
+
+
+def _matches(system: str) -> str:
     """The paper's lowest and highest exact match of a system."""
     exact = [found[0] for found in theirs.EQUIVALENCE[system].values()]
     return f"{min(exact):.1f} to {max(exact):.1f} %"
 
 
-def _graded(value: float, *, yes: float, in_part: float) -> Answer:
+def _graded(value: float, *, yes: float, in_part: float) -> str:
     return "yes" if value > yes else "in part" if value > in_part else "no"
 
 
 @_claim(
     "BSP and DSD do not emit the target's output",
-    paper=f"exact match: BSP {_range('BSP')}, DSD {_range('DSD')} (table 1)",
+    paper=f"exact match: BSP {_matches('BSP')}, DSD {_matches('DSD')} (table 1)",
     why="Their mistakes are rebuilt as faults of this package's loop. The same program without "
     "them is the control run. A model that takes its positions from the attention mask (OPT) would "
     "not suffer from BSP's.",
 )
-def _broken_systems(cells: Cells) -> tuple[str, Answer]:
+def _broken_systems(cells: Cells) -> tuple[str, str]:
     found = [
         (name, cell["batch_size"], cell["systems"][name]["exact_tokens"])
         for cell in of_kind(cells, "controls-")
@@ -107,13 +92,13 @@ def _broken_systems(cells: Cells) -> tuple[str, Answer]:
     return f"exact match: {listed}", "yes" if worst < 0.1 else "in part" if worst < 0.5 else "no"
 
 
-def _is_exact(system: str, why: str) -> None:
+def _claim_exact(system: str, why: str) -> None:
     @_claim(
         f"{system} emits the target's output, up to rounding",
-        paper=f"exact match: {_range(system)} (table 1)",
+        paper=f"exact match: {_matches(system)} (table 1)",
         why=why,
     )
-    def check(cells: Cells) -> tuple[str, Answer]:
+    def _is_exact(cells: Cells) -> tuple[str, str]:
         found = [cell["equivalence"] for cell in _decoding(cells, system).values()]
         num_faults = sum(each["num_faults"] for each in found)
         lowest = min(each["exact_tokens"] for each in found)
@@ -121,12 +106,12 @@ def _is_exact(system: str, why: str) -> None:
         return ours, "yes" if num_faults == 0 else "no"
 
 
-_is_exact(
+_claim_exact(
     "EQSPEC",
     "Here each difference is proven to be a tie within rounding; the paper attributes its own "
     "to fp16, and counts text after the end of an output as a difference.",
 )
-_is_exact("EXSPEC", "As for EQSPEC.")
+_claim_exact("EXSPEC", "As for EQSPEC.")
 
 
 @_claim(
@@ -135,7 +120,7 @@ _is_exact("EXSPEC", "As for EQSPEC.")
     why="With an offset per row nothing has to be moved: slot i of a row holds position i, and "
     "rejected slots are overwritten.",
 )
-def _realignment_is_needed(cells: Cells) -> tuple[str, Answer]:
+def _realignment_is_needed(cells: Cells) -> tuple[str, str]:
     found = _decoding(cells, "jaxspec").values()
     moved = sum(cell["schedule"]["num_realignments"] for cell in found)
     faults = sum(cell["equivalence"]["num_faults"] for cell in found)
@@ -150,7 +135,7 @@ def _realignment_is_needed(cells: Cells) -> tuple[str, Answer]:
     "here a realignment is one compiled gather. The paper's own figures differ from section to "
     "section.",
 )
-def _realignment_costs(cells: Cells) -> tuple[str, Answer]:
+def _realignment_costs(cells: Cells) -> tuple[str, str]:
     shares = {
         size: cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
         for size, cell in _decoding(cells, "EQSPEC").items()
@@ -162,25 +147,21 @@ def _realignment_costs(cells: Cells) -> tuple[str, Answer]:
     return ours, "yes" if max(shares.values()) > 0.2 else "no"
 
 
-def _times(faster: dict[str, Any], slower: dict[str, Any], name: str) -> float:
-    return faster[name] / slower[name]
-
-
 @_claim(
     "EXSPEC is faster than EQSPEC",
-    paper="{:.2f}x at batch 4, in {:.2f}x the rounds (table 2)".format(
-        *(
-            _times(theirs.TIME_BREAKDOWN["EXSPEC"], theirs.TIME_BREAKDOWN["EQSPEC"], name)
+    paper="{tokens_per_s:.2f}x at batch 4, in {calls:.2f}x the rounds (table 2)".format_map(
+        {
+            name: theirs.TIME_BREAKDOWN["EXSPEC"][name] / theirs.TIME_BREAKDOWN["EQSPEC"][name]
             for name in ("tokens_per_s", "calls")
-        )
+        }
     ),
     why="The rounds saved do not depend on the machine; the time saved does.",
 )
-def _exspec_is_faster(cells: Cells) -> tuple[str, Answer]:
+def _exspec_is_faster(cells: Cells) -> tuple[str, str]:
     found = {name: _decoding(cells, name) for name in ("EQSPEC", "EXSPEC")}
     eqspec, exspec = (by_size[nearest(4, by_size)] for by_size in found.values())
-    ratio = _times(exspec, eqspec, "tokens_per_s")
-    rounds = _times(exspec["schedule"], eqspec["schedule"], "num_rounds")
+    ratio = exspec["tokens_per_s"] / eqspec["tokens_per_s"]
+    rounds = exspec["schedule"]["num_rounds"] / eqspec["schedule"]["num_rounds"]
     ours = f"{ratio:.2f}x at batch {eqspec['batch_size']}, in {rounds:.2f}x the rounds"
     return ours, _graded(ratio, yes=1.3, in_part=1.05)
 
@@ -191,18 +172,17 @@ def _exspec_is_faster(cells: Cells) -> tuple[str, Answer]:
     why="Rounds are saved by filling a row as soon as it is free. The log in the paper's "
     "repository says the same: 40 of 952 calls were groups.",
 )
-def _grouping_is_why(cells: Cells) -> tuple[str, Answer]:
-    for cell in of_kind(cells, "rounds-"):
-        rounds = rounds_of(cell)
-        num_grouped = cell["systems"]["EXSPEC"]["schedule"]["num_grouped_rounds"]
-        grouped = num_grouped / rounds["EXSPEC"]
-        ours = (
-            f"batch {cell['batch_size']}: {grouped:.1%} of EXSPEC's rounds are groups; rounds: "
-            f"EQSPEC {rounds['EQSPEC']}, EXSPEC {rounds['EXSPEC']}, jaxspec, which groups nothing, "
-            f"{rounds['jaxspec']}"
-        )
-        return ours, "no" if grouped < 0.5 else "yes"
-    raise _Missing("rounds")
+def _grouping_is_why(cells: Cells) -> tuple[str, str]:
+    if not (found := of_kind(cells, "rounds-")):
+        raise _Missing("rounds")
+    cell, rounds = found[0], rounds_of(found[0])
+    grouped = cell["systems"]["EXSPEC"]["schedule"]["num_grouped_rounds"] / rounds["EXSPEC"]
+    ours = (
+        f"batch {cell['batch_size']}: {grouped:.1%} of EXSPEC's rounds are groups; rounds: "
+        f"EQSPEC {rounds['EQSPEC']}, EXSPEC {rounds['EXSPEC']}, jaxspec, which groups nothing, "
+        f"{rounds['jaxspec']}"
+    )
+    return ours, "no" if grouped < 0.5 else "yes"
 
 
 @_claim(
@@ -211,7 +191,7 @@ def _grouping_is_why(cells: Cells) -> tuple[str, Answer]:
     + " (figure 5c)",
     why="Which rows meet at one length depends on prompts and acceptance.",
 )
-def _grouping_rates(cells: Cells) -> tuple[str, Answer]:
+def _grouping_rates(cells: Cells) -> tuple[str, str]:
     grouping = cells.get("grouping")
     if not grouping or not grouping["rates"]:
         raise _Missing("grouping")
@@ -222,9 +202,8 @@ def _grouping_rates(cells: Cells) -> tuple[str, Answer]:
         if (rate["window_size"], rate["layout"], rate["lengths"])
         == (window, "aligned", "random lengths")
     }
-    ours = ", ".join(f"{rate:.1%} at {size}" for size, rate in rates.items())
     falls = len(rates) > 1 and rates[min(rates)] > rates[max(rates)]
-    return f"pool of {window}: {ours}", "yes" if falls else "no"
+    return f"pool of {window}: {_listed(rates, '{:.1%}')}", "yes" if falls else "no"
 
 
 def paper_window(grouping: Cell) -> int:
@@ -237,11 +216,13 @@ def paper_window(grouping: Cell) -> int:
     paper="3x its own batch 1 at batch 8 (figure 1); plain decoding not shown",
     why="What a batch gains depends on how many cores stand idle at batch 1.",
 )
-def _exspec_scales(cells: Cells) -> tuple[str, Answer]:
+def _exspec_scales(cells: Cells) -> tuple[str, str]:
     found = _decoding(cells, "EXSPEC")
     if not {1, 8} <= set(found):
         raise _Missing("EXSPEC at batch 1 and 8")
-    own, plain = (_times(found[8], found[1], f"{s}tokens_per_s") for s in ("", "plain_"))
+    own, plain = (
+        found[8][f"{s}tokens_per_s"] / found[1][f"{s}tokens_per_s"] for s in ("", "plain_")
+    )
     ours = f"{own:.1f}x its own batch 1 at batch 8; plain decoding {plain:.1f}x"
     return ours, _graded(own, yes=2.5, in_part=1.5)
 
@@ -252,12 +233,11 @@ def _exspec_scales(cells: Cells) -> tuple[str, Answer]:
     why="Speculation trades arithmetic for memory traffic; it pays until the batch alone keeps the "
     "machine busy, here from the batch size on where the ratio falls below 1.",
 )
-def _speculation_pays(cells: Cells) -> tuple[str, Answer]:
+def _speculation_pays(cells: Cells) -> tuple[str, str]:
     ratios = {n: cell["ratio_to_plain"] for n, cell in _decoding(cells, "jaxspec").items()}
-    listed = ", ".join(f"{ratio:.2f}x at {size}" for size, ratio in ratios.items())
     wins = [ratio > 1 for ratio in ratios.values()]
-    answer: Answer = "no" if all(wins) else "in part" if any(wins) else "yes"
-    return f"jaxspec over plain: {listed}", answer
+    answer = "no" if all(wins) else "in part" if any(wins) else "yes"
+    return f"jaxspec over plain: {_listed(ratios, '{:.2f}x')}", answer
 
 
 @_claim(
@@ -267,7 +247,7 @@ def _speculation_pays(cells: Cells) -> tuple[str, Answer]:
     + " (table 4)",
     why="Arrivals here are a Poisson process at 70 % of the slowest system's throughput.",
 )
-def _serving(cells: Cells) -> tuple[str, Answer]:
+def _serving(cells: Cells) -> tuple[str, str]:
     found = {cell["system"]: cell for cell in of_kind(cells, "serving-")}
     if not set(NAMED) <= set(found):
         raise _Missing("serving")

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.audit.controls.faults import FAULTS
-from jaxspec.drafters.base import Drafter, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window
@@ -130,7 +130,7 @@ class BatchMinimum:
 
     def for_target(self, target: Model) -> BatchMinimum:
         """The same wrapper around the inner drafter's `for_target`."""
-        return dataclasses.replace(self, inner=with_defaults(self.inner).for_target(target))
+        return dataclasses.replace(self, inner=self.inner.for_target(target))
 
     def propose(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView

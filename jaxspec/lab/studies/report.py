@@ -1,52 +1,29 @@
-"""Findings, plots and page of the study: our figures next to the published ones.
+"""Findings, tables, plots and page of the study: our figures next to the published ones.
 
-Published figures come from other models, hardware and code. They are drawn in separate panels, with
-the hardware named.
+Published figures come from other models, hardware and code. They stand in separate tables and
+panels, with the hardware named.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 import pathlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from jaxspec.lab.studies import published_figures as theirs
 from jaxspec.lab.studies.claims import check_claims, paper_window
-from jaxspec.lab.studies.tables import (
-    ROUNDS,
-    broken_down,
-    claims_table,
-    make_tables,
-    rounds_rows,
-    shares,
-)
-from jaxspec.lab.studies.workload import NAMED, PLAIN, Cells, nearest, of_kind, rounds_of
+from jaxspec.lab.studies.workload import NAMED, Cell, Cells, nearest, of_kind, rounds_of
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
 from jaxspec.runtime.environment import load_remark
 from jaxspec.runtime.extras import import_extra
-from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
+from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, write_page
 
-COLOURS = {
-    "EQSPEC": "#b5651d",
-    "EXSPEC": "#8e44ad",
-    "jaxspec": "#2a7f62",
-    PLAIN: "#7f8c8d",
-    "list schedule": "#2c3e50",
-}
-PART_COLOURS = {
-    "draft": "#5dade2",
-    "verify": "#1f618d",
-    "align": "#c0392b",
-    "regroup": "#e59866",
-    "rest of the rounds": "#aab7b8",
-    "prefill": "#a9dfbf",
-    "host": "#f4d03f",
-    "overhead (published)": "#7b241c",
-}
+if TYPE_CHECKING:
+    import pandas
 
 
 def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
@@ -60,21 +37,29 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
     Raises:
       SettingError: matplotlib is not installed, or a file cannot be written.
     """
-    cells, claims = document["cells"], check_claims(document["cells"])
-    plots, found = make_plots(cells), findings(cells)
-    kept = {
-        name: {key: value for key, value in cell.items() if key not in ("rows", "token_ids")}
-        for name, cell in cells.items()
-    }
-    added = {"claims": list(map(dataclasses.asdict, claims)), "findings": found, "cells": kept}
-    write_document(document | added, output / "study.json")
-    for plot in plots:
+    cells = document["cells"]
+    found = {"claims": check_claims(cells), "findings": findings(cells), **_written(cells)}
+    write_document(document | found, output / "study.json")
+    for plot in make_plots(cells):
         write_atomically(output / f"{plot.name}.png", plot.png())
+    write_html(document, output / "study.html")
+
+
+def write_html(document: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the page of a study, from the document of `Study.run` or from a `study.json`.
+
+    Raises:
+      SettingError: matplotlib is not installed, or the file cannot be written.
+    """
+    pd = import_extra("pandas", "the report of a study")
+    cells, claims = document["cells"], pd.DataFrame(check_claims(document["cells"]))
+    names = ("config", "inputs", "versions", "devices", "commit")
+    setup = pd.json_normalize({name: document[name] for name in names}, max_level=1).iloc[0]
     write_page(
-        output / "study.html",
+        path,
         title="Study of batched speculative decoding",
-        summary=claims_table(claims),
-        findings=found,
+        summary=_text_table("What the paper claims, and what this study finds", claims),
+        findings=findings(cells),
         paragraphs=[
             "EQSPEC and EXSPEC run as published: the aligned layout with static batches or with "
             "the same-length pool, no bonus token after a full acceptance, drafts of the batch's "
@@ -84,24 +69,47 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
             "package, on this machine.",
             f"Published figures stand on a tinted ground: {theirs.SOURCE}; {theirs.HARDWARE}",
         ],
-        tables=[TextTable.of_values("Setup", _setup(document)), *make_tables(cells)],
-        plots=plots,
+        tables=[
+            TextTable.of_values("Setup", setup.map(str).to_dict()),
+            *(_text_table(title, table) for title, table in make_tables(cells).items()),
+        ],
+        plots=make_plots(cells),
     )
+
+
+def _written(cells: Cells) -> dict[str, Any]:
+    """Cells as `study.json` has them, without what only serves resuming. The provenance of the
+    first cell is that of the document (a cell of another keeps its own). `engine` has the settings
+    that all engines have in common."""
+    cells = copy.deepcopy(dict(cells))
+    parts = [each for cell in cells.values() for each in (cell, *cell.get("systems", {}).values())]
+    engines = [part["engine"] for part in parts if "engine" in part]
+    common = {
+        name: value
+        for name, value in engines[0].items()
+        if all(name in engine and engine[name] == value for engine in engines)
+    }
+    for engine in engines:
+        for name in common:
+            del engine[name]
+    first = next(iter(cells.values()))["provenance"]
+    for cell in cells.values():
+        for name in ("rows", "token_ids", "run_s", "plain_run_s"):
+            cell.pop(name, None)
+        if cell["provenance"] == first:
+            del cell["provenance"]
+    return {**first, "engine": common, "cells": cells}
 
 
 def print_report(cells: Cells, console: Console) -> None:
     """The claims, the rounds and the findings, on a terminal."""
     for claim in check_claims(cells):
-        console.print(f"[bold]{claim.claim}[/]: {claim.reproduced}", highlight=False)
+        console.print(f"[bold]{claim['claim']}[/]: {claim['reproduced']}", highlight=False)
         for label in ("paper", "ours", "why"):
-            if text := getattr(claim, label):
-                console.print(f"  {label}: {text}", markup=False, highlight=False)
-    short = {name: ROUNDS[name] for name in ("batch", "system", "rounds", "emitted/round")}
-    short["draft\npositions"] = ROUNDS["draft positions"]
-    short["outputs as\njaxspec's"] = ROUNDS["outputs as jaxspec's"]
-    rows = rounds_rows(cells)
-    table = TextTable.of_columns("rounds", short, rows, group=lambda row: row["batch_size"])
-    console.print(table)
+            if claim[label]:
+                console.print(f"  {label}: {claim[label]}", markup=False, highlight=False)
+    columns = "batch_size system schedule.num_rounds emitted_per_round draft_positions"
+    console.print(_text_table("Rounds", _fields(_rounds(cells), columns)))
     for sentence in findings(cells):
         console.print(f"- {sentence}", markup=False, highlight=False)
 
@@ -144,10 +152,8 @@ def findings(cells: Cells) -> list[str]:
             f"more. Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
             "committed."
         )
-    ours = sorted(
-        (cell for cell in decoded if cell["system"] == "jaxspec"),
-        key=lambda cell: cell["batch_size"],
-    )
+    ours = [cell for cell in decoded if cell["system"] == "jaxspec"]
+    ours.sort(key=lambda cell: cell["batch_size"])
     if len(ours) > 1:
         listed = "; ".join(
             f"batch {cell['batch_size']}: {cell['tokens_per_s']:.0f} ({cell['ratio_to_plain']:.2f} "
@@ -157,9 +163,9 @@ def findings(cells: Cells) -> list[str]:
         found.append(f"Throughput of jaxspec, tokens/s: {listed}.")
     aligned, ragged = (
         [
-            shares(cell["time_breakdown"])["align"]
-            for cell in broken_down(cells)
-            if cell["speculates"] and cell["layout"] == layout
+            cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
+            for cell in decoded
+            if "time_breakdown" in cell and cell["speculates"] and cell["layout"] == layout
         ]
         for layout in ("aligned", "ragged")
     )
@@ -169,7 +175,7 @@ def findings(cells: Cells) -> list[str]:
             f"layout, and {max(ragged):.1%} of the ragged one's: its program holds no realignment."
         )
     busiest = max((cell.get("load_average") or 0.0 for cell in cells.values()), default=0.0)
-    num_cpus = next(iter(cells.values()))["provenance"]["devices"]["cpu_count"] if cells else 1
+    num_cpus = min((cell["cpu_count"] for cell in cells.values()), default=1)
     if (remark := load_remark(busiest, num_cpus)) is not None:
         found.append(f"{remark} Rounds, positions and tokens do not depend on it.")
     replays = cells.get("grouping", {}).get("replays")
@@ -183,6 +189,136 @@ def findings(cells: Cells) -> list[str]:
     return found
 
 
+# ---- tables
+
+
+def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
+    """Tables by title, ours and the published ones, except those without a cell in the study.
+    Ours have the names that the fields have in `study.json`."""
+    pd = import_extra("pandas", "the report of a study")
+    decoded = of_kind(cells, "decode-")
+    controls = [
+        {"system": f"control: {name}", "batch_size": cell["batch_size"], "equivalence": found}
+        for cell in of_kind(cells, "controls-")
+        for name, found in cell["systems"].items()
+    ]
+    timed = [cell for cell in decoded if "time_breakdown" in cell]
+    rates = cells.get("grouping", {}).get("rates", [])
+    window = paper_window(cells["grouping"]) if rates else 0
+    served = [
+        {"system": system, "batch_size": batch, **found}
+        for system, by_batch in theirs.SERVING.items()
+        for batch, found in by_batch.items()
+    ]
+    published = pd.DataFrame(theirs.EQUIVALENCE).T
+    published.columns = [f"{model}, batch {batch}" for model, batch in published.columns]
+    tables = {
+        "Rounds and token-positions": _fields(_rounds(cells), _ROUNDS),
+        "Equivalence with batch-1 plain decoding: the paper's exact and partial match on text, and "
+        "on tokens": _fields([*decoded, *controls], _EQUIVALENCE),
+        f"Published: equivalence, exact and partial match in % ({theirs.HARDWARE})": (
+            published.reset_index(names="system")
+        ),
+        "Throughput (whole runs, prefill included) and rounds": _fields(decoded, _THROUGHPUT),
+        "Time breakdown: milliseconds per call of parts compiled alone, timed on rows in "
+        "mid-decode; shares of the wall time, of the parts calls times milliseconds": pd.concat(
+            [_fields(timed, _RATES), _milliseconds(timed), _shares(timed).add_suffix(" share")],
+            axis=1,
+        ),
+        "Published: time breakdown, shares in % (Vicuna-7B, A100, batch 4)": (
+            pd.DataFrame(theirs.TIME_BREAKDOWN).T.reset_index(names="system")
+        ),
+        f"Grouping rate of a pool of {window} rows": _fields(
+            [rate for rate in rates if rate["window_size"] == window], _GROUPING
+        ),
+        "Published: grouping rate by calls in % (Multi30k, A100, window 50)": (
+            pd.DataFrame(theirs.GROUPING).reset_index(names="batch_size")
+        ),
+        "Request latency under Poisson arrivals: the same arrivals for all": _fields(
+            of_kind(cells, "serving-"), _SERVING
+        ),
+        "Published: simulated serving (A100)": pd.DataFrame(served),
+    }
+    return {title: table for title, table in tables.items() if len(table)}
+
+
+_RATES = "system batch_size tokens_per_s plain_tokens_per_s"
+_THROUGHPUT = (
+    f"{_RATES} num_requests ratio_to_plain acceptance.emitted_per_round schedule.num_rounds "
+    "ideal_rounds schedule.num_realignments"
+)
+_ROUNDS = (
+    "batch_size system schedule.num_rounds rows_used emitted_per_round target_positions "
+    "draft_positions num_drafted num_committed num_equal_to_jaxspec"
+)
+_EQUIVALENCE = "system batch_size " + " ".join(
+    f"equivalence.{name}"
+    for name in (
+        "num_outputs",
+        "exact_text",
+        "partial_text",
+        "exact_tokens",
+        "num_ties",
+        "num_faults",
+    )
+)
+_GROUPING = "lengths layout batch_size by_calls by_rows"
+_SERVING = (
+    "system batch_size arrivals_per_s num_requests tokens_per_s latency_s.p50 latency_s.p90 "
+    "latency_s.p99"
+)
+
+
+def _fields(records: Sequence[Cell], paths: str) -> pandas.DataFrame:
+    """Records as a table of fields and fields of fields (`schedule.num_rounds`)."""
+    frame = import_extra("pandas", "the report of a study").json_normalize(list(records))
+    return frame.reindex(columns=paths.split()).rename(columns=lambda path: path.split(".")[-1])
+
+
+def _rounds(cells: Cells) -> list[Cell]:
+    """A record per system and batch size; of the list schedules only rounds are known."""
+    records = []
+    for cell in of_kind(cells, "rounds-"):
+        ideals = {
+            "list schedule, rows refilled at once": cell["ideal_rounds"],
+            "list schedule, static batches": cell["ideal_rounds_static"],
+        }
+        ideals = {name: {"schedule": {"num_rounds": rounds}} for name, rounds in ideals.items()}
+        for name, found in (cell["systems"] | ideals).items():
+            records.append({"batch_size": cell["batch_size"], "system": name, **found})
+    return records
+
+
+def _milliseconds(timed: Sequence[Cell]) -> pandas.DataFrame:
+    pd = import_extra("pandas", "the report of a study")
+    part_s = pd.DataFrame([cell["time_breakdown"]["part_s"] for cell in timed])
+    return (1e3 * part_s).add_suffix(" ms")
+
+
+def _shares(timed: Sequence[Cell]) -> pandas.DataFrame:
+    """Fractions of the wall time by part, a row per cell; the rest is what the parts leave."""
+    pd = import_extra("pandas", "the report of a study")
+    seconds = pd.DataFrame([cell["time_breakdown"]["seconds"] for cell in timed])
+    wall_s = [cell["time_breakdown"]["wall_s"] for cell in timed]
+    shares = seconds.reindex(columns=["draft", "verify", "align", "regroup"]).div(wall_s, axis=0)
+    return shares.assign(rest=1 - shares.sum(axis=1))
+
+
+def _text_table(title: str, frame: pandas.DataFrame) -> TextTable:
+    """A table for a page or a terminal; published ones are quoted."""
+
+    def shown(value: Any) -> str:
+        if value is None or value != value:
+            return NONE
+        if isinstance(value, float):
+            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+        return str(value)
+
+    rows = [[shown(value) for value in row] for row in frame.itertuples(index=False)]
+    is_quoted = title.startswith("Published")
+    return TextTable(title=title, header=list(frame), rows=rows, is_quoted=is_quoted)
+
+
 # ---- plots
 
 
@@ -192,163 +328,88 @@ def make_plots(cells: Cells) -> list[Plot]:
     Raises:
       SettingError: matplotlib is not installed.
     """
-    draws = (_plot_throughput, _plot_rounds, _plot_time_breakdown, _plot_grouping, _plot_serving)
-    return [plot for draw in draws if (plot := draw(cells)) is not None]
+    pd = import_extra("pandas", "plots")
+    plots = []
+    named = [cell for cell in of_kind(cells, "decode-") if cell["system"] in NAMED]
+    if named:
+        # Relative to alternating runs of plain decoding, because cells run one after another and a
+        # machine's speed varies.
+        panels = {
+            "tokens/s over plain decoding's": pd.DataFrame(named).pivot(
+                index="batch_size", columns="system", values="ratio_to_plain"
+            ),
+            "published: tokens/s, A100": pd.DataFrame(theirs.SERVING).map(
+                lambda found: found["tokens_per_s"]
+            ),
+        }
+        plots.append(_plot("throughput", "Throughput against batch size", panels))
+    if found := of_kind(cells, "rounds-"):
+        panels = {
+            f"batch {cell['batch_size']}: rounds for {cell['num_prompts']} prompts": pd.DataFrame(
+                {"rounds": rounds_of(cell) | {"list schedule": cell["ideal_rounds"]}}
+            )
+            for cell in found
+        }
+        caption = "Rounds: the same prompts, tokens and draft length"
+        plots.append(_plot("rounds", caption, panels, kind="barh"))
+    if timed := [cell for cell in named if "time_breakdown" in cell]:
+        # Negative parts (those that are cheaper inside the loop) cannot be drawn.
+        shares = 100 * _shares(timed).clip(lower=0)
+        shares.index = pd.Index([f"{cell['system']}, {cell['batch_size']}" for cell in timed])
+        panels = {
+            "% of the wall time, by batch size": shares,
+            "published: %, Vicuna-7B, A100, batch 4": pd.DataFrame(theirs.TIME_BREAKDOWN)
+            .loc[["draft", "verify", "overhead"]]
+            .T,
+        }
+        plots.append(
+            _plot("time-breakdown", "Where the time goes", panels, kind="barh", stacked=True)
+        )
+    if cells.get("grouping", {}).get("rates"):
+        rates = pd.DataFrame(cells["grouping"]["rates"])
+        rates = rates.assign(per_cent=100 * rates.by_calls, of=rates.lengths + ", " + rates.layout)
+        window, middle = paper_window(cells["grouping"]), nearest(8, rates.batch_size.unique())
+        panels = {
+            f"% by batch size, pool of {window}": rates[rates.window_size == window].pivot(
+                index="batch_size", columns="of", values="per_cent"
+            ),
+            f"% by size of the pool, batch {middle}": rates[rates.batch_size == middle].pivot(
+                index="window_size", columns="of", values="per_cent"
+            ),
+            "published: %, Multi30k, pool of 50": pd.DataFrame(theirs.GROUPING),
+        }
+        plots.append(_plot("grouping", "Grouping rate of the same-length pool, by calls", panels))
+    if found := of_kind(cells, "serving-"):
+        size, names = max(cell["batch_size"] for cell in found), ["p50", "p90", "p99"]
+        ours = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
+        published = {system: by_size[8] for system, by_size in theirs.SERVING.items()}
+        panels = {
+            f"batch {size}: request latency, s": pd.DataFrame(ours).loc[names],
+            "published: s, A100, batch 8": pd.DataFrame(published).loc[names],
+        }
+        caption = "Request latency under Poisson arrivals"
+        plots.append(_plot("serving", caption, panels, kind="bar", rot=0))
+    return plots
 
 
-def _panels(*titles: str, width_ratios: Sequence[float] = (3, 2), height: float = 3.7) -> Any:
-    """A figure, and its axes side by side; those of published figures are tinted."""
-    figure, axes = new_figure(
-        1, len(titles), size=(9.6, height), width_ratios=width_ratios, squeeze=False
-    )
-    for each, title in zip(axes[0], titles, strict=True):
+def _plot(
+    name: str,
+    caption: str,
+    panels: Mapping[str, pandas.DataFrame],
+    *,
+    kind: str = "line",
+    **options: Any,
+) -> Plot:
+    """Tables drawn side by side, by title; those of published figures are tinted."""
+    figure, axes = new_figure(1, len(panels), size=(4.8 * len(panels), 4.2), squeeze=False)
+    for each, (title, frame) in zip(axes[0], panels.items(), strict=True):
+        # Batch sizes are powers of two: as names they stand at equal distances.
+        style = {"marker": "o", "markersize": 4} if kind == "line" else {"width": 0.8}
+        frame.rename(index=str).plot(ax=each, kind=kind, **style, **options)
         each.set_title(title, fontsize=9)
+        each.legend(frameon=False, fontsize=7)
+        if kind == "barh":
+            each.invert_yaxis()
         if title.startswith("published"):
             each.set_facecolor("#f4f1ea")
-    return figure, axes[0]
-
-
-def _log_2(axes: Any, label: str) -> None:
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel(label)
-    axes.xaxis.set_major_formatter("{x:g}")
-
-
-def _plot_throughput(cells: Cells) -> Plot | None:
-    decoded = [cell for cell in of_kind(cells, "decode-") if cell["system"] in COLOURS]
-    if not decoded:
-        return None
-    pd = import_extra("pandas", "plots")
-    # Relative to alternating runs of plain decoding, because cells run one after another and a
-    # machine's speed varies.
-    ours = pd.DataFrame(decoded).pivot(
-        index="batch_size", columns="system", values="ratio_to_plain"
-    )
-    there = pd.DataFrame(theirs.SERVING).map(lambda found: found["tokens_per_s"])
-    figure, axes = _panels("measured here, in turns", "published: simulated serving, A100")
-    ylabels = ("tokens/s over plain decoding's", "tokens/s")
-    for each, rates, marker, ylabel in zip(axes, (ours, there), "os", ylabels, strict=True):
-        for system in rates:
-            style = f"{marker}--" if system == PLAIN else f"{marker}-"
-            each.plot(rates[system].dropna(), style, color=COLOURS[system], label=system)
-        _log_2(each, "batch size")
-        each.set(ylabel=ylabel, ylim=(0, None))
-        each.legend(frameon=False, fontsize=8)
-    return Plot(name="throughput", caption="Throughput against batch size", figure=figure)
-
-
-def _plot_rounds(cells: Cells) -> Plot | None:
-    found = of_kind(cells, "rounds-")
-    if not found:
-        return None
-    titles = [f"batch {cell['batch_size']}" for cell in found]
-    figure, axes = _panels(*titles, width_ratios=[1] * len(found))
-    for each, cell in zip(axes, found, strict=True):
-        rounds = rounds_of(cell) | {"list schedule": cell["ideal_rounds"]}
-        colours = [COLOURS.get(name, "#bdc3c7") for name in rounds]
-        bars = each.barh(list(rounds), list(rounds.values()), color=colours)
-        each.bar_label(bars, padding=3, fontsize=8)
-        each.invert_yaxis()
-        most = 1.15 * max(rounds.values())
-        each.set(xlabel=f"rounds for {cell['num_prompts']} prompts", xlim=(0, most))
-        each.tick_params(axis="y", labelsize=8)
-    caption = "Rounds: the same prompts, tokens and draft length"
-    return Plot(name="rounds", caption=caption, figure=figure)
-
-
-def _plot_time_breakdown(cells: Cells) -> Plot | None:
-    found = [cell for cell in broken_down(cells) if cell["system"] in NAMED]
-    if not found:
-        return None
-    pd = import_extra("pandas", "plots")
-    ours = {
-        f"{cell['system']}, batch {cell['batch_size']}": shares(cell["time_breakdown"])
-        for cell in sorted(found, key=lambda cell: cell["batch_size"])
-    }
-    published = pd.DataFrame(theirs.TIME_BREAKDOWN).loc[["draft", "verify", "overhead"]]
-    figure, axes = _panels(
-        "measured here: shares of the wall time",
-        "published: Vicuna-7B, A100, batch 4",
-        height=1.8 + 0.24 * len(found),
-    )
-    handles = {}
-    # Negative parts (those that are cheaper inside the loop) cannot be drawn.
-    for each, per_cent in (
-        (axes[0], 100 * pd.DataFrame(ours).clip(lower=0)),
-        (axes[1], published.rename({"overhead": "overhead (published)"})),
-    ):
-        per_cent.T.plot.barh(ax=each, stacked=True, color=PART_COLOURS, width=0.8, legend=False)
-        handles |= {bars.get_label(): bars for bars in each.containers}
-        each.set_xlabel("% of the time")
-        each.tick_params(axis="y", labelsize=8)
-        each.invert_yaxis()
-    figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=8, frameon=False, fontsize=8
-    )
-    return Plot(name="time-breakdown", caption="Where the time goes", figure=figure)
-
-
-def _plot_grouping(cells: Cells) -> Plot | None:
-    if not cells.get("grouping", {}).get("rates"):
-        return None
-    rates = import_extra("pandas", "plots").DataFrame(cells["grouping"]["rates"])
-    window, middle = paper_window(cells["grouping"]), nearest(8, rates.batch_size.unique())
-    titles = f"here, pool of {window}", f"here, batch {middle}", "published: Multi30k, pool of 50"
-    figure, axes = _panels(*titles, width_ratios=(1, 1, 1), height=4.3)
-    styles = {"ragged": "-", "aligned": "--"}
-    colours = {"random lengths": "#2980b9", "equal lengths": "#d35400"}
-    for axis, chosen, along in (
-        (axes[0], rates[rates.window_size == window], "batch_size"),
-        (axes[1], rates[rates.batch_size == middle], "window_size"),
-    ):
-        for (lengths, layout), line in chosen.groupby(["lengths", "layout"], sort=False):
-            for kind, marker, alpha in (("by_calls", "o", 1), ("by_rows", "^", 0.45)):
-                label = f"{lengths.split()[0]}, {layout}, {kind[3:]}"
-                style = {"color": colours[lengths], "alpha": alpha, "markersize": 4, "label": label}
-                axis.plot(line[along], 100 * line[kind], styles[layout] + marker, **style)
-    for lengths, by_size in theirs.GROUPING.items():
-        axes[2].plot(list(by_size), list(by_size.values()), "s-", color=colours[lengths])
-    for axis, label in zip(axes, ("batch size", "rows of the pool", "batch size"), strict=True):
-        _log_2(axis, label)
-        axis.set_ylim(-3, 103)
-    axes[0].set_ylabel("grouping rate, %")
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    return Plot(name="grouping", caption="Grouping rate of the same-length pool", figure=figure)
-
-
-def _plot_serving(cells: Cells) -> Plot | None:
-    found = of_kind(cells, "serving-")
-    if not found:
-        return None
-    pd = import_extra("pandas", "plots")
-    size = max(cell["batch_size"] for cell in found)
-    ours = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
-    there = {system: by_size[8] for system, by_size in theirs.SERVING.items()}
-    figure, axes = _panels(f"measured here, batch {size}", "published: A100, batch 8")
-    for each, by_system in zip(axes, (ours, there), strict=True):
-        latency_s = pd.DataFrame(by_system).loc[["p50", "p90", "p99"]].rename(str.upper)
-        colours = [COLOURS.get(system, "#34495e") for system in by_system]
-        latency_s.plot.bar(ax=each, rot=0, width=0.8, color=colours)
-        highest = latency_s.to_numpy().max()
-        each.set(ylabel="request latency, s", ylim=(0, 1.35 * highest))  # room for the legend
-        each.legend(frameon=False, fontsize=8, loc="upper left", ncols=2)
-    return Plot(name="serving", caption="Request latency under Poisson arrivals", figure=figure)
-
-
-def _setup(document: dict[str, Any]) -> dict[str, str]:
-    """What was run on what."""
-    config, devices = document["config"], document["devices"]
-    prompts = ", ".join(f"{name} (sha256 {sha[:12]})" for name, sha in document["inputs"].items())
-    synthetic = "; drafts of an oracle: SYNTHETIC" if document["is_synthetic"] else ""
-    spec_bench = ": Spec-Bench's questions" if document["is_spec_bench"] else ""
-    return {
-        "models": f"{config['target']} drafted for by {config['draft']}{synthetic}",
-        "prompts": f"{prompts}{spec_bench}, cut to {config['max_prompt_tokens']} tokens; "
-        f"{config['max_tokens']} new tokens",
-        "draft length": str(config["draft_length"]),
-        "machine": f"{devices['num_devices']} x {', '.join(devices['kinds'])} ({devices['host']}, "
-        f"{devices['cpu_count']} CPUs)",
-        "versions": "jax {jax}, python {python}".format_map(document["versions"]),
-        "commit": document["commit"] or "not a checkout",
-    }
+    return Plot(name=name, caption=caption, figure=figure)

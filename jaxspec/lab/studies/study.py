@@ -78,6 +78,7 @@ class Study(WorkloadOptions):
             running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
             document = options.document(
                 inputs=running.workload.inputs,
+                models=running.workload.models,
                 is_spec_bench=running.workload.is_spec_bench,
                 is_synthetic=options.oracle is not None,
                 cells=running.store.cells,
@@ -123,19 +124,9 @@ class Running:
         """A cell's result, with its provenance."""
         # Readers of a time should know what else the machine was doing.
         load = os.getloadavg()[0] if hasattr(os, "getloadavg") else None
-        result = {"name": name, "load_average": load, **measure()}
-        engine = result.get("engine", {})
-        return result | {
-            "provenance": {
-                "models": self.workload.models,
-                "prompts": self.workload.inputs,
-                "engine": engine,
-                "verifier": engine.get("verifier"),
-                "exactness": engine.get("exactness"),
-                "xla_flags": os.environ.get("XLA_FLAGS", ""),
-                **provenance(),
-            }
-        }
+        made_by = {"xla_flags": os.environ.get("XLA_FLAGS", ""), **provenance()}
+        machine = {"load_average": load, "cpu_count": os.cpu_count()}
+        return {"name": name, **machine, **measure(), "provenance": made_by}
 
     def cells(self) -> dict[str, Callable[[], dict[str, Any]]]:
         """A function that measures each cell, by name; later cells read the results of earlier

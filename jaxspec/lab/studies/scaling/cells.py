@@ -13,14 +13,12 @@ import numpy as np
 
 from jaxspec import __version__
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.measure import Say
 from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings
-from jaxspec.lab.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
     Decoder,
@@ -30,7 +28,9 @@ from jaxspec.lab.studies.scaling.decoding import (
     rows_of,
 )
 from jaxspec.lab.studies.scaling.drafters import Drafters
+from jaxspec.lab.studies.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.environment import provenance
@@ -87,7 +87,7 @@ class Running:
         for name in _CHOOSE_CELLS:
             del config[name]
         header = {
-            "config": config,
+            "config": config | {"reference": settings.reference.name},
             "inputs": self.inputs,
             "models": self.models,
             "kernels": self.target.kernels,

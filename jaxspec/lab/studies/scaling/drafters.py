@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.base import unpacked
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, lm

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import ClassVar, TypeVar
+from typing import Annotated, ClassVar, TypeAlias, TypeVar
+
+import tyro
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench.measure import Bench
@@ -14,7 +16,10 @@ from jaxspec.training.checkpoints import latest_step
 
 WRITTEN = "written"  # the domain of the target's own texts
 _STDLIB = ("code:stdlib",)  # where no corpora are given
+_TEXTS_SHARE = 0.38  # of the training rows, where the target's own texts are given
 Settings = TypeVar("Settings", bound="ScalingSettings")
+T = TypeVar("T")
+NoOption: TypeAlias = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,8 +54,6 @@ class ScalingSettings(Bench):
     """Documents whose "source" contains one of these are left out."""
     texts: pathlib.Path | None = None
     """A file of texts that the target wrote (`jaxspec train texts`), to be trained on as well."""
-    texts_share: float = 0.38
-    """Their share of the training rows."""
     held_out: tuple[str, ...] = ()
     """Names of the domains to measure held-out losses on, and to take prompts from; default all but
     the target's own texts."""
@@ -66,12 +69,11 @@ class ScalingSettings(Bench):
     """Go on with what the output directory holds; more tokens, sizes and seeds may be added."""
     quick: bool = False
     """Three sizes and four numbers of tokens up to 250,000, one seed: minutes on a CPU."""
-    layers: tuple[int, ...] = (1, 2, 3, 4, 6)
-    """Numbers of layers, at the first of --widths."""
+    layers: tuple[int, ...] = (2, 1, 3, 4, 6)
+    """Numbers of layers, at the first of --widths. The drafter of the first of both is the
+    reference, which is trained with every seed and decoded at every batch size."""
     widths: tuple[int, ...] = (128, 64, 192)
-    """Widths, at --reference-layers; feed-forward layers are twice as wide."""
-    reference_layers: int = 2
-    """Layers of the drafter that is trained with every seed and decoded at every batch size."""
+    """Widths, at the first of --layers; feed-forward layers are twice as wide."""
     tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
     """Training tokens of the reference drafter, in increasing order."""
     first_seed_tokens: tuple[int, ...] = ()
@@ -80,14 +82,6 @@ class ScalingSettings(Bench):
     """Training tokens of the other drafters; default those of --tokens."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Of weights and row order; drafters other than the reference have the first."""
-    batch_tokens: int = 1024
-    """Tokens of a training step."""
-    sequence_length: int = 256
-    """Tokens of a training row."""
-    learning_rate: float = 3e-3
-    """Of every trunk."""
-    warmup_steps: int = 40
-    """Of every trunk."""
     evaluate_tokens: int = 4096
     """Held-out tokens of each domain for losses and overlaps."""
     draft_lengths: tuple[int, ...] = (4, 8)
@@ -99,13 +93,23 @@ class ScalingSettings(Bench):
     """Draft lengths whose rounds are timed at every batch size."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
-    limit: int | None = None
-    """Its first so many prompts only."""
-    max_prompt_tokens: int = 64
+
+    # In Python only.
+    batch_tokens: NoOption[int] = 1024
+    """Tokens of a training step."""
+    sequence_length: NoOption[int] = 256
+    """Tokens of a training row."""
+    learning_rate: NoOption[float] = 3e-3
+    """Of every trunk."""
+    warmup_steps: NoOption[int] = 40
+    """Of every trunk."""
+    limit: NoOption[int | None] = None
+    """The first so many prompts only."""
+    max_prompt_tokens: NoOption[int] = 64
     """Longer prompts are cut to their first so many tokens."""
-    max_tokens: int = 64
+    max_tokens: NoOption[int] = 64
     """Tokens emitted per prompt; stop tokens are ignored."""
-    repeats: int = 5
+    repeats: NoOption[int] = 5
     """Timed runs of each stage of a round; medians count."""
 
     def check_out(self) -> None:
@@ -115,19 +119,10 @@ class ScalingSettings(Bench):
     def check(self) -> None:
         """Raises `SettingError` for options that no study can be made of."""
         super().check()
-        if self.reference_layers not in self.layers:
-            raise SettingError(
-                f"--reference-layers {self.reference_layers} is none of --layers "
-                f"{' '.join(map(str, self.layers))}; name one of them."
-            )
         if not self.seeds or min(self.seeds) < 0 or len(set(self.seeds)) < len(self.seeds):
             raise SettingError(
                 f"--seeds {' '.join(map(str, self.seeds)) or 'nothing'} was given; give different "
                 "numbers of at least 0."
-            )
-        if not 0 < self.texts_share < 1:
-            raise SettingError(
-                f"--texts-share {self.texts_share} was given; it must lie between 0 and 1."
             )
         if any(width % 32 for width in self.widths):
             raise SettingError(
@@ -140,13 +135,13 @@ class ScalingSettings(Bench):
     @property
     def reference(self) -> Shape:
         """The drafter in the middle of the cross."""
-        return Shape(num_layers=self.reference_layers, width=self.widths[0])
+        return Shape(num_layers=self.layers[0], width=self.widths[0])
 
     def shapes(self) -> list[Shape]:
         """All sizes, the reference first."""
         deep = [Shape(num_layers=layers, width=self.widths[0]) for layers in self.layers]
-        wide = [Shape(num_layers=self.reference_layers, width=width) for width in self.widths]
-        return list(dict.fromkeys([self.reference, *deep, *wide]))
+        wide = [Shape(num_layers=self.layers[0], width=width) for width in self.widths]
+        return list(dict.fromkeys([*deep, *wide]))
 
     def seeds_of(self, shape: Shape) -> tuple[int, ...]:
         """The seeds that a size is trained with."""
@@ -210,7 +205,7 @@ class ScalingSettings(Bench):
         if self.texts is None:
             return names
         weight = sum(data.Domain.parse(name).weight for name in names)
-        weight *= self.texts_share / (1 - self.texts_share)
+        weight *= _TEXTS_SHARE / (1 - _TEXTS_SHARE)
         return (*names, f"{WRITTEN}:{self.written.resolve()}={weight!r}")
 
     def held_out_domains(self) -> list[str]:
@@ -227,9 +222,8 @@ class ScalingSettings(Bench):
         """What two cores measure in minutes."""
         return dataclasses.replace(
             self,
-            layers=(1, 2, 4),
+            layers=(2, 1, 4),
             widths=self.widths[:1],
-            reference_layers=2,
             tokens=(31_250, 62_500, 125_000, 250_000),
             first_seed_tokens=(),
             other_tokens=(),

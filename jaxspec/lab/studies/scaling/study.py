@@ -9,8 +9,9 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.lab.bench.measure import only_run_into
-from jaxspec.lab.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.lab.studies.scaling.cells import Running
+from jaxspec.lab.studies.scaling.document import analyse, read_rows
+from jaxspec.lab.studies.scaling.report import print_report, write_report
 from jaxspec.lab.studies.scaling.settings import ScalingSettings
 from jaxspec.lab.studies.scaling.tables import (
     checks,

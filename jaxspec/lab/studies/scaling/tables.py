@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from jaxspec.lab.bench.cells import Cell
 from jaxspec.lab.bench.stages import block_read_by
-from jaxspec.lab.scaling.batch import fit_pair, predict_times
+from jaxspec.lab.studies.scaling.batch import fit_pair, predict_times
 from jaxspec.lab.studies.scaling.settings import ScalingSettings
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically

@@ -1,0 +1,388 @@
+"""Tables, plots and the page of a scaling study."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+
+from jaxspec.lab.plots import BLUE, GREY, ORANGE
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.documents import write_document
+from jaxspec.runtime.environment import load_remark
+from jaxspec.runtime.report import GOOD as GREEN
+from jaxspec.runtime.report import NONE, Columns, Plot, TextTable, new_figure, write_page
+
+LABELS = {
+    "tokens": "training tokens",
+    "layers": "layers",
+    "width": "width",
+    "parameters": "parameters without the embedding",
+}
+RESPONSES = {"tau": "tokens per round (tau)", "logit": "logit of the acceptance rate"}
+
+Axis = dict[str, Any]
+Document = dict[str, Any]
+
+
+def write_report(document: Document, directory: pathlib.Path) -> None:
+    """Writes `scaling.json`, `scaling.html` and a PNG file per plot.
+
+    Args:
+      document: of `analyse`.
+      directory: where to.
+
+    Raises:
+      SettingError: matplotlib is not installed, or a file cannot be written.
+    """
+    write_document(document, directory / "scaling.json")
+    for plot in make_plots(document):
+        write_atomically(directory / f"{plot.name}.png", plot.png())
+    write_html(document, directory / "scaling.html")
+
+
+def write_html(document: Document, page: pathlib.Path) -> None:
+    """Writes the page of a study, from the document of `analyse` or from a `scaling.json`.
+
+    Raises:
+      SettingError: matplotlib is not installed, or the file cannot be written.
+    """
+    laws = [axis for axis in main_axes(document) if axis["word"] == "law"]
+    of_main = f"{len(laws)} of {len(main_axes(document))} axes pass every gate."
+    write_page(
+        page,
+        title="Scaling study of acceptance",
+        verdict=of_main,
+        summary=slopes_table(main_axes(document)),
+        findings=findings(document),
+        paragraphs=PARAGRAPHS,
+        tables=[setup_table(document), *make_tables(document)],
+        plots=make_plots(document),
+    )
+
+
+PARAGRAPHS = (
+    'A line through a few points has a high R^2 whatever the truth is. The word "law" stands only '
+    'where every gate passes; everything else is a "trend". Predictions beyond the largest point '
+    "are extrapolations, and marked so.",
+    "tau is emitted tokens per round without the last round of each output, which its end cuts "
+    "short; emitted per round counts it too. Intervals are of 95 %, from whole prompts and whole "
+    "training seeds drawn again and again.",
+)
+
+
+def print_report(document: Document, console: Console) -> None:
+    """Slopes, gates and findings, on a terminal."""
+    console.print(slopes_table(main_axes(document)))
+    for axis in main_axes(document):
+        console.print(gates_table(axis))
+    if document["batch"]:
+        console.print(batch_table(document["batch"]))
+    for sentence in findings(document):
+        console.print(f"- {sentence}", markup=False, highlight=False)
+
+
+def main_axes(document: Document) -> list[Axis]:
+    """The axes of the main way of decoding."""
+    return [axis for axis in document["axes"] if axis["is_main"]]
+
+
+# ---- in words
+
+
+def findings(document: Document) -> list[str]:
+    """Sentences, each from figures of the document."""
+    found = [_about(axis) for axis in main_axes(document)]
+    if checks := document.get("checks"):
+        found.append(
+            "{num_equal_to_plain} of {num_compared_with_plain} greedy and coupled outputs are "
+            "plain decoding's, token for token; so are {num_equal_over_batches} of "
+            "{num_compared_over_batches} decoded at several batch sizes, of which "
+            "{num_same_counts_over_batches} took the same rounds.".format_map(checks)
+        )
+    for cell in document["batch"] or ():
+        listed = ", ".join(f"{each['best']} at batch {each['batch']}" for each in cell["batches"])
+        how = "falls" if cell["falls"] else "does not fall"
+        found.append(f"{cell['drafter']}: the best draft length {how} with the batch: {listed}.")
+        if (remark := _about_load(cell["batches"])) is not None:
+            found.append(f"{cell['drafter']}: {remark}")
+        if cell["prediction"] is not None:
+            found.append(
+                "The cost model's rounds are off by {round_error_median:.0%} in the median and "
+                "{round_error_worst:.0%} at worst; it takes the best draft length at "
+                "{num_same_best} of {num_batches} batch sizes, and loses at most {worst_loss:.1%} "
+                "of the tokens per second where it does not.".format_map(cell["prediction"])
+            )
+    notes = [*document["notes"], *(f"{axis['title']}: {note}" for axis in main_axes(document)
+                                   for note in axis["notes"])]  # fmt: skip
+    return [*found, *dict.fromkeys(notes)]
+
+
+def _about_load(batches: Sequence[dict[str, Any]]) -> str | None:
+    """Which of the times were taken while other work ran."""
+    known = [each for each in batches if "load_average" in each]
+    loaded = {
+        each["batch"]: remark
+        for each in sorted(known, key=lambda each: each["load_average"])
+        if (remark := load_remark(each["load_average"], each["cpu_count"])) is not None
+    }
+    if not loaded:
+        return None
+    *_, busiest = loaded.values()
+    return f"{busiest} That concerns batch {', '.join(map(str, sorted(loaded)))}."
+
+
+def _about(axis: Axis) -> str:
+    return f"{LABELS[axis['axis']].capitalize()}, {axis['sentence']}"
+
+
+# ---- tables
+
+
+def slopes_table(axes: Sequence[Axis]) -> TextTable:
+    """A line per axis: slope, held-out errors, gates."""
+    columns: Columns = {
+        "axis": "{title}",
+        "points": lambda axis: len(axis["points"]),
+        "seeds": lambda axis: len(axis["seeds"]),
+        "fitted": "{response}",
+        "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
+        "error held out: log-linear": lambda axis: _error(axis, "log-linear"),
+        "saturating": lambda axis: _error(axis, "saturating"),
+        "power law": lambda axis: _error(axis, "power law of 1 - alpha"),
+        "gates": lambda axis: f"{_num_passing(axis)} of {len(axis['gates'])}",
+        "word": "{word}",
+    }
+    return TextTable.of_columns("What acceptance gains", columns, axes)
+
+
+def gates_table(axis: Axis) -> TextTable:
+    """A line per gate of an axis."""
+    columns: Columns = {
+        "gate": "{name}",
+        "must hold": "{requirement}",
+        "found": "{found}",
+        "": lambda gate: "pass" if gate["passes"] else "FAIL",
+    }
+    title = f"Gates, {axis['title']}: a {axis['word']}"
+    return TextTable.of_columns(title, columns, axis["gates"])
+
+
+def points_table(axis: Axis) -> TextTable:
+    """A line per point of an axis."""
+    columns: Columns = {
+        LABELS[axis["axis"]]: "{x:,.0f}",
+        "fitted": lambda point: _interval(point["response"], ".3f"),
+        "tau": "{tau:.3f}",
+        "emitted per round": "{emitted_per_round:.3f}",
+        "rate": "{rate:.3f}",
+        "all accepted": "{all_accepted:.3f}",
+        "overlap": "{overlap:.3f}",
+        "greedy agreement": "{greedy_agreement:.3f}",
+        "held-out loss": "{held_out_loss:.3f}",
+    }
+    return TextTable.of_columns(f"Points, {axis['title']}", columns, axis["points"])
+
+
+def fits_table(axis: Axis) -> TextTable:
+    """A line per curve of an axis."""
+    columns: Columns = {
+        "curve": "{formula}",
+        "parameters": lambda fit: ", ".join(
+            f"{name} {value:.4g}" for name, value in fit["params"].items()
+        ),
+        "R^2": "{r_squared:.4f}",
+        "error held out": lambda fit: _signed(fit["held_out"]),
+        "extrapolated to": "{extrapolated[x]:,.0f}",
+        "gives": lambda fit: _interval(fit["extrapolated"], ".3f"),
+    }
+    return TextTable.of_columns(f"Curves, {axis['title']}", columns, axis["fits"])
+
+
+def batch_table(found: Sequence[dict[str, Any]]) -> TextTable:
+    """A line per drafter and batch: the best draft length."""
+    rows = [{"drafter": of["drafter"], **cell} for of in found for cell in of["batches"]]
+    columns: Columns = {
+        "drafter": "{drafter}",
+        "batch": "{batch}",
+        "best draft length": "{best}",
+        "95 % interval": "{low} to {high}",
+        "speed-up": "{speedup:.2f}",
+        "predicted": "{predicted_best}",
+        "lost by the prediction": "{lost_by_prediction:.1%}",
+        "load average": "{load_average:.1f}",
+    }
+    return TextTable.of_columns("The draft length that pays, by batch size", columns, rows)
+
+
+def setup_table(document: Document) -> TextTable:
+    """What was studied."""
+    values = {
+        "target": document["target"],
+        "drafters": ", ".join(document["drafters"]),
+        "seeds": ", ".join(map(str, document["seeds"])),
+        "rows": f"{document['num_rows']:,}",
+        "decoding of the plots": _decoding(document["main_decoding"]),
+        "bootstrap": f"{document['num_draws']} draws of prompts and seeds",
+    }
+    values |= {name: str(value) for name, value in document["made_by"].items()}
+    return TextTable.of_values("Setup", values)
+
+
+def make_tables(document: Document) -> list[TextTable]:
+    """All tables of the page, without the first."""
+    axes = main_axes(document)
+    others = [axis for axis in document["axes"] if not axis["is_main"]]
+    tables = [make(axis) for axis in axes for make in (gates_table, points_table, fits_table)]
+    if document["batch"]:
+        tables.append(batch_table(document["batch"]))
+    if others:
+        columns: Columns = {
+            "decoding": lambda axis: _decoding(axis["decoding"]),
+            "axis": "{title}",
+            "points": lambda axis: len(axis["points"]),
+            "fitted": "{response}",
+            "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
+            "word": "{word}",
+        }
+        title = "What acceptance gains, other ways of decoding"
+        tables.append(TextTable.of_columns(title, columns, others))
+    return tables
+
+
+def _decoding(decoding: dict[str, Any]) -> str:
+    return (
+        "{prompt_set}, {verifier}, temperature {temperature}, draft length {draft_length}"
+    ).format_map(decoding)
+
+
+def _num_passing(axis: Axis) -> int:
+    return sum(gate["passes"] for gate in axis["gates"])
+
+
+def _interval(found: dict[str, Any], form: str) -> str:
+    return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
+
+
+def _signed(held_out: dict[str, Any] | None) -> str:
+    return NONE if held_out is None else f"{held_out['error']:+.3f}"
+
+
+def _error(axis: Axis, form: str) -> str:
+    return next((_signed(fit["held_out"]) for fit in axis["fits"] if fit["form"] == form), NONE)
+
+
+# ---- plots
+
+
+def make_plots(document: Document) -> list[Plot]:
+    """The plots that the document suffices for.
+
+    Raises:
+      SettingError: matplotlib is not installed.
+    """
+    axes = main_axes(document)
+    # Of several drafters' token axes the one of the most seeds and points is drawn.
+    ranked = sorted(axes, key=lambda axis: (len(axis["seeds"]), len(axis["points"])), reverse=True)
+    drawn = {axis["axis"]: axis for axis in reversed(ranked)}
+    plots = [_plot_axis(drawn[name]) for name in LABELS if name in drawn]
+    if len(of_tokens := [axis for axis in axes if axis["axis"] == "tokens"]) > 1:
+        plots.append(_plot_drafters(of_tokens))
+    plots.append(_plot_positions(document["acceptance_by_position"]))
+    return [*plots, *map(_plot_widths, document["batch"] or ())]
+
+
+def _plot_axis(axis: Axis) -> Plot:
+    """The points with the band of the log-linear fit and the held-out prediction; residuals."""
+    figure, (top, bottom) = new_figure(2, 1, size=(6.4, 5.2), height_ratios=(3, 1), sharex=True)
+    x = [point["x"] for point in axis["points"]]
+    band, largest = axis["band"], x[-1]
+    is_inside = [at <= largest * 1.0001 for at in band["x"]]
+    last = sum(is_inside)
+    for part, style in ((slice(0, last), "-"), (slice(last - 1, None), ":")):
+        label = "log-linear" if style == "-" else "extrapolated"
+        top.plot(band["x"][part], band["value"][part], style, color=BLUE, label=label)
+    top.fill_between(band["x"], band["low"], band["high"], color=BLUE, alpha=0.15, linewidth=0)
+    found = [point["response"] for point in axis["points"]]
+    _whiskers(top, x, found, color="black", label="measured, 95 %")
+    colours = BLUE, ORANGE, GREEN
+    for place, (fit, colour) in enumerate(zip(axis["fits"], colours, strict=False), start=1):
+        if (held_out := fit["held_out"]) is None:
+            continue
+        predicted = [{**held_out, "value": held_out["predicted"]}]
+        label = f"largest point from the others: {fit['form']}"
+        beside = held_out["x"] * (x[-1] / x[0]) ** (0.02 * place)  # or they would hide one another
+        _whiskers(top, [beside], predicted, fmt="D", fillstyle="none", color=colour, label=label)
+    top.set(ylabel=RESPONSES[axis["response"]], title=f"{axis['title']}: a {axis['word']}")
+    top.legend(frameon=False, fontsize=7, loc="upper left")
+    bottom.axhline(0, color=GREY, linewidth=1)
+    bottom.plot(x, axis["residuals"], "o", color=BLUE, markersize=4)
+    bottom.set(xscale="log", xlabel=LABELS[axis["axis"]], ylabel="residual")
+    caption = f"Acceptance over {LABELS[axis['axis']]}, and residuals of the log-linear fit"
+    return Plot(name=axis["axis"], caption=caption, figure=figure)
+
+
+def _plot_drafters(axes: Sequence[Axis]) -> Plot:
+    figure, each = new_figure()
+    for axis in axes:
+        x, found = zip(*((point["x"], point["tau"]) for point in axis["points"]), strict=True)
+        each.plot(x, found, "o-", markersize=3, linewidth=1, label=axis["fixed"])
+    each.set(xscale="log", xlabel="training tokens", ylabel="tokens per round (tau)")
+    each.legend(frameon=False, fontsize=7)
+    return Plot(name="drafters", caption="Every drafter over training tokens", figure=figure)
+
+
+def _plot_positions(found: Sequence[dict[str, Any]]) -> Plot:
+    """Conditional acceptance by position: one drafter over tokens, the others at their most."""
+    figure, (left, right) = new_figure(1, 2, size=(9.6, 3.6), sharey=True)
+    counts = [of["drafter"] for of in found]
+    drafter = max(dict.fromkeys(counts), key=counts.count)
+    for of in found:
+        if of["drafter"] == drafter:
+            _line_of_positions(left, of, f"{of['training_tokens']:,} tokens")
+    most: dict[str, dict[str, Any]] = {}
+    for of in sorted(found, key=lambda of: of["training_tokens"]):
+        most[of["drafter"]] = of
+    for of in most.values():
+        _line_of_positions(right, of, of["drafter"])
+    left.set(title=drafter, ylabel="conditional acceptance", ylim=(0, 1))
+    right.set(title="every drafter, at its most tokens")
+    for each in (left, right):
+        each.set_xlabel("draft position")
+        each.legend(frameon=False, fontsize=7)
+    return Plot(name="positions", caption="Acceptance by position", figure=figure)
+
+
+def _line_of_positions(axes: Any, of: dict[str, Any], label: str) -> None:
+    known = [each for each in of["positions"] if each["conditional"] is not None]
+    shares = [each["conditional"] for each in known]
+    axes.plot([each["position"] for each in known], shares, "o-", markersize=3, label=label)
+
+
+def _plot_widths(found: dict[str, Any]) -> Plot:
+    figure, axes = new_figure()
+    cells = found["batches"]
+    batches = [cell["batch"] for cell in cells]
+    values = [{"value": cell["best"], **cell} for cell in cells]
+    _whiskers(axes, batches, values, color=BLUE, label="measured, 95 %", fmt="o-")
+    if found["prediction"] is not None:
+        predicted = [cell["predicted_best"] for cell in cells]
+        axes.plot(batches, predicted, "x--", color=ORANGE, label="cost model")
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="batch size", ylabel="best draft length", ylim=(-0.3, None))
+    axes.legend(frameon=False, fontsize=8)
+    caption = f"The draft length that pays, {found['drafter']} (0 is plain decoding)"
+    return Plot(name=f"widths-{found['drafter']}", caption=caption, figure=figure)
+
+
+def _whiskers(
+    axes: Any, x: Sequence[float], found: Sequence[dict[str, Any]], fmt: str = "o", **style: Any
+) -> None:
+    values = [each["value"] for each in found]
+    # A value may lie outside the interval of its draws; whiskers cannot.
+    ends = [[max(each["value"] - each["low"], 0.0) for each in found],
+            [max(each["high"] - each["value"], 0.0) for each in found]]  # fmt: skip
+    axes.errorbar(x, values, yerr=ends, fmt=fmt, markersize=4, capsize=3, **style)
