@@ -14,6 +14,7 @@ import numpy as np
 import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
+from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import save_drafter
@@ -74,8 +75,8 @@ class Split(NamedTuple):
 
 
 class DrafterTask(Task):
-    """A drafter that is trained on its target's texts, beside the frozen target. The loss gets the
-    texts of a step, a `TextBatch`, unless `batch` is replaced.
+    """A drafter that is trained on its target's texts, beside the frozen target. `PRODUCT` is its
+    kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced.
 
     Attributes:
       target: as it is loaded; `frozen` are its parameters, not packed.
@@ -94,13 +95,18 @@ class DrafterTask(Task):
         self.split = self._read_split(digest)
         num_rows = settings.ends()[-1].num_steps * settings.num_rows
         self._rows = plan_rows(settings, self.split.training, num_rows)
-        self.about = {self.PRODUCT: self.config.to_json()}
+        self.about = {self.PRODUCT: dataclasses.asdict(self.config)}
         written = json.dumps([[text.prompt, text.output] for text in self.split.training]).encode()
         self.fingerprint = settings.decisive() | {
-            "drafter": json.loads(json.dumps(self.config.to_json())),
+            "drafter": json.loads(json.dumps(dataclasses.asdict(self.config))),
             "target_weights": digest,
             "texts": xxhash.xxh3_128(written).hexdigest(),
         }
+
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
+        """Whether it holds a drafter of the same kind."""
+        return kind_of(product) == cls.PRODUCT
 
     @property
     def needs(self) -> str:

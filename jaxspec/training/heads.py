@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.heads.config import (
     Connection,
     Gate,
@@ -262,11 +260,6 @@ class HeadsTask(DrafterTask):
         super().__init__(settings)
         self.loss = HeadsLoss(self.config, self.target.config)
         self.optimizer = make_optimizer(clip_value=settings.clip_value)
-
-    @staticmethod
-    def may_replace(product: pathlib.Path) -> bool:
-        """Whether it holds heads."""
-        return kind_of(product) == "heads"
 
     @property
     def needs(self) -> str:

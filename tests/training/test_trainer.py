@@ -49,8 +49,8 @@ class LineTask(trainer.Task):
         self.optimizer = trainer.make_optimizer()
         self.about, self.fingerprint = {"line": {"size": 2}}, settings.decisive()
 
-    @staticmethod
-    def may_replace(product: pathlib.Path) -> bool:
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
         return product.is_file()
 
     def init_params(self, key, frozen):
