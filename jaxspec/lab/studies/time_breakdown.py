@@ -141,7 +141,7 @@ def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
       (0 in the ragged layout); `regroup`, choosing rows, and taking and putting back per-row state
       (0 if every row is in the batch).
     """
-    parts, shape = executor.parts, executor.shape
+    own, shape = executor.parts, executor.shape
     run = executor.programs["run"]
     state = run(executor.params, state, np.int32(NUM_ROUNDS_IN), np.int32(1))
     parts: dict[str, Repeated] = {}
@@ -149,16 +149,16 @@ def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
     if executor.num_rows > shape.batch_size:
 
         def regroup(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            rows = parts.scheduler.choose(state, shape.batch_size)
+            rows = own.scheduler.choose(state, shape.batch_size)
             state = put_rows(state, rows, take_rows(state, rows))
             return state, rows  # something to wait for
 
         parts["regroup"] = Repeated(regroup, (), (), jax.tree.map(jnp.copy, state))
-        rows = parts.scheduler.choose(state, shape.batch_size)
+        rows = own.scheduler.choose(state, shape.batch_size)
         view = take_rows(state, rows)
-    if parts.layout == "aligned":
+    if own.layout == "aligned":
         parts["align"] = _alignment(executor, view)
-    stages = round_stages(parts, view)
+    stages = round_stages(own, view)
     parts |= {name: stage for name, stage in stages.items() if name != "round"}
     turns = time_loops(parts, NUM_REPEATS)
     seconds = {name: turns.median_s(name) for name in parts}
