@@ -273,7 +273,7 @@ class HeadsBench(PairBench):
             params = init_heads(config, target.config, unpacked(target.params), jax.random.key(0))
             params = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
             return Heads(config, params, name=name)
-        found = load_drafter(name, target)
+        found = load_drafter(name, target, kind="heads")
         if not isinstance(found, Heads):
             raise SettingError(f"{label} of --heads is no heads but {found.name}; leave it out.")
         return found
