@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import sums
+from jaxspec.kernels import sums
 from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"

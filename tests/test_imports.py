@@ -18,8 +18,9 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 # jaxspec.convert.
 ROOMS = [
     ("errors, types, runtime", "records, messages, directories, compiled programs"),
-    ("sums, sampling, cache", "from logits to distributions; pages of KV"),
-    ("kernels", "products and attention: XLA's, C++ for CPUs, Pallas"),
+    ("cache", "pages of KV"),
+    ("kernels", "products, attention and sums: XLA's, C++ for CPUs, Pallas"),
+    ("sampling", "from logits to distributions"),
     ("models", "one decoder, and what varies between families as data"),
     ("checkpoint", "what a directory of a model or a drafter holds"),
     ("convert", "Hugging Face checkpoints to ours, one table per family"),
@@ -38,7 +39,7 @@ ROOMS = [
 ]
 ROOM_NAMES = {name for names, _ in ROOMS for name in names.split(", ")}
 CORE = (
-    "errors types runtime sums sampling cache kernels models checkpoint convert drafters load "
+    "errors types runtime cache kernels sampling models checkpoint convert drafters load "
     "verifiers schedulers telemetry decode requests engine serving"
 ).split()
 # Rooms that never import others, and why. Imports for type checkers count.

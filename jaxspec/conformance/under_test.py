@@ -37,7 +37,6 @@ from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.schedulers import Static
 from jaxspec.types import (
     BatchView,
     DecodeState,
@@ -336,7 +335,7 @@ class DrafterUnderTest:
                 is_noise_shared=self.is_noise_shared,
                 needs_draft_probs=self.needs_draft_probs,
             ),
-            scheduler=Static(),
+            scheduler="static",
             draft_length=self.num_nodes,
             batch_size=ROWS,
             max_length=self.max_length,

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sampling, sums
+from jaxspec import sampling
 from jaxspec.decode.state import LogprobsConfig, scatter_rows
+from jaxspec.kernels import sums
 from jaxspec.telemetry.trace import TraceConfig, record_round
 from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, RoundInfo
 

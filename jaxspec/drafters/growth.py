@@ -21,8 +21,8 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import sums
 from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
+from jaxspec.kernels import sums
 from jaxspec.kernels.base import XLA, Kernels
 from jaxspec.kernels.highest import Highest
 from jaxspec.sampling import (

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxspec import sums
+from jaxspec.kernels import sums
 
 BLOCK = 64  # size of the blocks of scores whose maxima are compared first
 

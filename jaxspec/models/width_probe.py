@@ -20,8 +20,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxspec import sampling, sums
+from jaxspec import sampling
 from jaxspec.cache import pages as kv
+from jaxspec.kernels import sums
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window

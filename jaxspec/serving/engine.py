@@ -65,7 +65,6 @@ from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, whole_number
-from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
 ALONE = np.int32(0)  # the only row of a one-row state
@@ -169,7 +168,7 @@ class ServingEngine:
             raise TypeError(f"ServingEngine got an unexpected keyword argument {name!r}")
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
-        config = EngineConfig(scheduler=Static(), draft_length=draft_length, **settings)
+        config = EngineConfig(scheduler="static", draft_length=draft_length, **settings)
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         parts = make_parts(target, drafter, config)

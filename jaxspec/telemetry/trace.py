@@ -14,8 +14,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec import sampling, sums
+from jaxspec import sampling
 from jaxspec.errors import SettingError
+from jaxspec.kernels import sums
 from jaxspec.runtime.values import is_one_of, shown
 from jaxspec.types import (
     DecodeState,

@@ -12,7 +12,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec import sums
+from jaxspec.kernels import sums
 from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
 from jaxspec.verifiers.tree import at_node
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec import sums
+from jaxspec.kernels import sums
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.chain import ChainDistributions, ChainVerifier
 from jaxspec.verifiers.tree import at_node, verify_tree

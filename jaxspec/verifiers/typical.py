@@ -7,7 +7,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from jaxspec import sums
+from jaxspec.kernels import sums
 from jaxspec.runtime.values import number
 from jaxspec.types import BatchView, Draft, DraftContext, Verdict
 from jaxspec.verifiers.tree import at_node, verify_tree

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import sums
+from jaxspec.kernels import sums
 
 SIZE = 67  # of the vocabulary, and of nothing else
 

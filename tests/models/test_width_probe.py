@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import sums
-from jaxspec.kernels import cpu, registry
+from jaxspec.kernels import cpu, registry, sums
 from jaxspec.kernels.base import Kernels
 from jaxspec.models import width_probe
 from jaxspec.models.base import LanguageModel

@@ -40,7 +40,6 @@ from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import encode_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import TextTable
-from jaxspec.schedulers import Static
 from jaxspec.types import Origin
 from jaxspec.verifiers import Block, Rejection
 
@@ -272,15 +271,17 @@ class ControlRuns:
 
 
 def _engine(target: LanguageModel, drafter: Drafter | None = None) -> Engine:
-    lengths: dict[str, Any] = {"draft_length": DRAFT_LENGTH, "verify_length": WINDOW}
+    lengths: dict[str, Any] = {}
+    if drafter is not None:
+        lengths = {"draft_length": DRAFT_LENGTH, "verify_length": WINDOW}
     return Engine(
         target,
         drafter,
-        scheduler=Static(),  # as in the published systems that had these faults
+        scheduler="static",  # as in the published systems that had these faults
         batch_size=BATCH_SIZE,
         max_length=MAX_LENGTH,
         prefill_chunk=16,
-        **({} if drafter is None else lengths),
+        **lengths,
     )
 
 

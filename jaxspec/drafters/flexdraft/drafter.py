@@ -25,13 +25,13 @@ from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxspec import sums
 from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.flexdraft import formulas
 from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels import sums
 from jaxspec.kernels.base import Kernels, unpacked
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model, kernels_of

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import sampling, sums
+from jaxspec import sampling
+from jaxspec.kernels import sums
 from jaxspec.kernels.highest import highest
 from jaxspec.types import Draft, EngineShape, chain_parents
 
