@@ -12,6 +12,7 @@ A test belongs to the tier of its file, which is a marker too (`pytest -m core`)
 
 import atexit
 import functools
+import gc
 import os
 import pathlib
 import shutil
@@ -111,12 +112,13 @@ _compiled_otherwise: set[pathlib.Path] = set()  # files with tests that are mark
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request):
-    """Frees what was compiled, once a worker is large; and around a file with tests that are
-    compiled in another way, whose programs are no others'."""
+    """Frees the engines of a file; once a worker is large, also what was compiled; and this around
+    a file with tests that are compiled in another way, whose programs are no others'."""
     is_compiled_otherwise = request.path in _compiled_otherwise
     if is_compiled_otherwise:
         jax.clear_caches()
     yield
+    gc.collect()
     if is_compiled_otherwise or psutil.Process().memory_info().rss > FORGETS_FROM_BYTES:
         jax.clear_caches()
 

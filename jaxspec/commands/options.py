@@ -35,16 +35,15 @@ class DrafterOptions:
     draft: str | None = None
     """A draft model, named in the same way as the target, or a directory of a drafter."""
     drafter: str | None = None
-    """What drafts: `none`, `ngram`, `draft_model:MODEL`, `heads:MODEL` (Medusa, Hydra, Clover or
-    Clover-2), `flexdraft:MODEL`, or your own `package.module:factory`; MODEL is a directory or a
-    hub id."""
+    """What drafts: `none`, `ngram`, a kind with its weights, as in `draft_model:MODEL` or
+    `heads:MODEL` (MODEL is a directory or a hub id), or your own `package.module:factory`."""
     drafter_args: str | None = None
     """Settings of the drafter, as a JSON object. Draft models have `tree` (`4x4:12` keeps the 12
     best nodes of a beam search of width 4 and depth 4), `min_confidence` (a draft ends after its
     first token with a lower probability), `kv_window` and `kv_sinks` (KV is kept only for so many
     newest and first positions) and `kv_dtype` (`int8`). ngram has `branches`, `prompt_lookup_min`
     and `prompt_lookup_max`. Heads have `tree` (`chain`, a number of nodes, `4x4:16`, or one of
-    Medusa's trees). FlexDraft has `mode` (`auto`, `parallel`, `sequential`) and `confidence`."""
+    Medusa's trees)."""
 
     @property
     def is_plain(self) -> bool:

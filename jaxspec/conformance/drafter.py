@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -533,8 +532,7 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
     num_tokens = 0
-    shared = dataclasses.replace(b.with_probs, is_noise_shared=True)
-    for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
+    for keyed, draft in b.with_shared_noise.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
         position = keyed.num_committed[:, None] + jnp.asarray(_depths(draft) - 1)

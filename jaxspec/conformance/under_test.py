@@ -453,6 +453,11 @@ class DrafterUnderTest:
             raise NotApplicable("it drafts in the target's pass, which this check does not run")
         return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
 
+    @functools.cached_property
+    def with_shared_noise(self) -> DrafterUnderTest:
+        """The same with these distributions, where drafts are drawn with the target's noise."""
+        return dataclasses.replace(self.with_probs, is_noise_shared=True)
+
     def draws(
         self,
         prompts: Sequence[Sequence[int]],

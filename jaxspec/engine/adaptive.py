@@ -427,7 +427,7 @@ class AdaptiveDrafting(FixedDrafting):
         )
         # Of the rounds that `after_rounds` is called for next, and what tickets had emitted before.
         self._choice: Choice | None = None
-        self._before: dict[int, Acceptance] = {}
+        self._before: dict[Ticket, Acceptance] = {}
         self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
         self._num_untimed = 0  # calls since the last that was timed
@@ -517,7 +517,7 @@ class AdaptiveDrafting(FixedDrafting):
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
             self._set_draft_limits(tickets, choice.draft_length)
         self._choice = choice
-        self._before = {row: ticket.acceptance for row, ticket in tickets.items()}
+        self._before = {ticket: ticket.acceptance for ticket in tickets.values()}
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device; and plain steps need not all be timed.
         must_time = self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind)
@@ -542,9 +542,11 @@ class AdaptiveDrafting(FixedDrafting):
         if choice is None or self.controller is None:
             return
         new = [
-            (self._before[row], ticket.acceptance)
-            for row, ticket in tickets.items()
-            if ticket.draft_length >= choice.draft_length and not ticket.is_prefilling
+            (self._before[ticket], ticket.acceptance)
+            for ticket in tickets.values()
+            if ticket in self._before  # if the rounds failed, others may have the rows by now
+            and ticket.draft_length >= choice.draft_length
+            and not ticket.is_prefilling
         ]
         self.controller.note(
             draft_length=choice.draft_length,

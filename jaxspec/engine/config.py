@@ -31,6 +31,7 @@ from jaxspec.models.base import Model, check_taps
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.values import (
     LARGEST_BYTES,
+    LARGEST_COUNT,
     flag,
     is_one_of,
     refusal,
@@ -190,8 +191,10 @@ class EngineConfig:
             object.__setattr__(self, name, value)
 
 
-def _number_or_none(name: str, value: int | None, **limits: int) -> int | None:
-    return None if value is None else whole_number(name, value, **limits)
+def _number_or_none(
+    name: str, value: int | None, *, least: int, most: int = LARGEST_COUNT
+) -> int | None:
+    return None if value is None else whole_number(name, value, least=least, most=most)
 
 
 def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> RoundParts:

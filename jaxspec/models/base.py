@@ -242,7 +242,7 @@ class LanguageModel:
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     kernels: KernelsName = "xla"
     kv_dtype: kv.KvDtype | None = None
-    platform: str = dataclasses.field(default_factory=jax.default_backend)
+    platform: str = dataclasses.field(default_factory=lambda: jax.default_backend())
 
     def __post_init__(self):
         check_kernels(self.kernels)

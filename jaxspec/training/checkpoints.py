@@ -8,6 +8,7 @@ unfinished is no checkpoint, and the next save removes it. Checksums tell a dama
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pathlib
 import zlib
@@ -66,6 +67,7 @@ def save(out: pathlib.Path, state: TrainState, step: int, about: Mapping[str, An
         for name, tree in (("params", state.params), ("optimizer", state.optimizer))
     }
     checksums = {name: checksum(tree) for name, tree in arrays.items()}
+    checksums["about"] = _json_checksum(about)
     try:
         with _manager(out, is_writer=True) as (ocp, manager):
             manager.save(
@@ -98,6 +100,9 @@ def read_about(out: pathlib.Path) -> tuple[int, dict[str, Any]]:
     parts = (about.get(name) for name in ("fingerprint", "checksums", "metrics"))
     if not all(isinstance(part, dict) for part in parts):
         raise _damaged(out, step, "it lacks what jaxspec writes about a state")
+    own = {name: value for name, value in about.items() if name != "checksums"}
+    if _json_checksum(own) != about["checksums"].get("about"):
+        raise _damaged(out, step, "what it says about the state has another checksum")
     return step, about
 
 
@@ -133,6 +138,10 @@ def checksum(params: PyTree) -> int:
     for leaf in jax.tree.leaves(params):
         total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
     return total
+
+
+def _json_checksum(about: Mapping[str, Any]) -> int:
+    return zlib.crc32(json.dumps(about, sort_keys=True).encode())
 
 
 def _restore(out: pathlib.Path, step: int, name: str, template: PyTree = None) -> Any:

@@ -14,11 +14,13 @@ import numpy as np
 import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
+from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import save_drafter
 from jaxspec.load.models import load_model
 from jaxspec.models.config import ModelConfig
+from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text, check_writer, read_texts
 from jaxspec.training.trainer import Task, TrainSettings
@@ -73,7 +75,8 @@ class Split(NamedTuple):
 
 
 class DrafterTask(Task):
-    """A drafter that is trained on its target's texts, beside the frozen target.
+    """A drafter that is trained on its target's texts, beside the frozen target. `PRODUCT` is its
+    kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced.
 
     Attributes:
       target: as it is loaded; `frozen` are its parameters, not packed.
@@ -92,31 +95,36 @@ class DrafterTask(Task):
         self.split = self._read_split(digest)
         num_rows = settings.ends()[-1].num_steps * settings.num_rows
         self._rows = plan_rows(settings, self.split.training, num_rows)
-        self.about = {self.PRODUCT: self.config.to_json()}
+        self.about = {self.PRODUCT: dataclasses.asdict(self.config)}
         written = json.dumps([[text.prompt, text.output] for text in self.split.training]).encode()
         self.fingerprint = settings.decisive() | {
-            "drafter": json.loads(json.dumps(self.config.to_json())),
+            "drafter": json.loads(json.dumps(dataclasses.asdict(self.config))),
             "target_weights": digest,
             "texts": xxhash.xxh3_128(written).hexdigest(),
         }
 
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
+        """Whether it holds a drafter of the same kind."""
+        return kind_of(product) == cls.PRODUCT
+
     @property
-    @abc.abstractmethod
     def needs(self) -> str:
         """What a text needs to be trained on, for messages."""
+        return "a token after its prompt that could be drafted"
 
-    @abc.abstractmethod
     def is_usable(self, text: Text) -> bool:
-        """Whether a text can be trained on."""
+        """Whether a text can be trained on: a token of its output could be drafted, as two come
+        before it, within a row."""
+        return self.length_of(text) > max(len(text.prompt), 2)
 
     @abc.abstractmethod
     def drafter(self, params: PyTree) -> Any:
         """The drafter with these parameters, in the target's dtype."""
 
-    @abc.abstractmethod
     def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
-        """Figures for the result, with parameters in the target's dtype: `held_out`, the accuracy
-        on texts by domain, and what else the drafter has."""
+        """Figures for the result, from texts, with parameters in the target's dtype."""
+        return {}
 
     def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
         """Writes the drafter, and measures it on all held-out texts."""
@@ -128,6 +136,18 @@ class DrafterTask(Task):
             **self.measure(params, self.split.held_out),
             self.PRODUCT: str(product),
         }
+
+    def batch(self, index: int, end: Branch | None) -> Any:
+        """The texts of a step."""
+        return self.texts_of(index)
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def length_of(self, text: Text) -> int:
+        """Tokens of a text, at most those of a row."""
+        return min(len(text.prompt) + len(text.output), self.settings.sequence_length)
 
     def places(self, index: int) -> range:
         """The rows of a step, by their number in the run."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.flexdraft.config import FlexConfig, flex_config, param_shapes
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.errors import SettingError
@@ -214,21 +212,6 @@ class FlexTask(DrafterTask):
         super().__init__(settings)
         self.loss = FlexLoss(self.config)
         self.optimizer = make_flex_optimizer(settings.new_learning_rate / settings.learning_rate)
-
-    @staticmethod
-    def may_replace(product: pathlib.Path) -> bool:
-        """Whether it holds FlexDraft's weights."""
-        return kind_of(product) == "flexdraft"
-
-    @property
-    def needs(self) -> str:
-        """A draft."""
-        return "a token after its prompt that could be drafted"
-
-    def is_usable(self, text: Text) -> bool:
-        """Whether a token of the output could be drafted: two come before it, within a row."""
-        length = min(len(text.prompt) + len(text.output), self.settings.sequence_length)
-        return length > max(len(text.prompt), 2)
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """The target's projectors, and a calibrator that adds nothing yet."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import pathlib
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -16,7 +15,6 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.drafters.heads.config import (
     Connection,
     Gate,
@@ -34,7 +32,6 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.options import check_between
 from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
-from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
@@ -264,11 +261,6 @@ class HeadsTask(DrafterTask):
         self.loss = HeadsLoss(self.config, self.target.config)
         self.optimizer = make_optimizer(clip_value=settings.clip_value)
 
-    @staticmethod
-    def may_replace(product: pathlib.Path) -> bool:
-        """Whether it holds heads."""
-        return kind_of(product) == "heads"
-
     @property
     def needs(self) -> str:
         """Enough tokens for every head."""
@@ -278,17 +270,12 @@ class HeadsTask(DrafterTask):
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
         beginning, within a row."""
-        length = min(len(text.prompt) + len(text.output), self.settings.sequence_length)
-        number = self.config.num_heads
+        length, number = self.length_of(text), self.config.num_heads
         return length - len(text.prompt) >= number and length >= number + 2
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """Heads that add nothing yet."""
         return init_heads(self.config, self.target.config, frozen, key)
-
-    def batch(self, index: int, end: Branch | None) -> TextBatch:
-        """The texts of a step."""
-        return self.texts_of(index)
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
         """The accuracy of every head."""

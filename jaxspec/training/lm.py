@@ -317,8 +317,8 @@ class LmTask(Task):
                 compute=self._hidden,
             )
 
-    @staticmethod
-    def may_replace(product: pathlib.Path) -> bool:
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
         """Whether it is a Hugging Face checkpoint."""
         return export.is_hugging_face(product)
 

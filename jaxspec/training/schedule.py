@@ -51,7 +51,7 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
                 f"tokens that increase, by a step of {step_tokens} at least."
             )
         if branch.leaves_at < warmup_steps:
-            enough = warmup_steps + 1
+            enough = max(warmup_steps + 1, int(warmup_steps / (1 - DECAY_SHARE)) - 2)
             while _leaves_at(enough) < warmup_steps:
                 enough += 1
             raise SettingError(

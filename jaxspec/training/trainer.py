@@ -163,9 +163,9 @@ class Task(abc.ABC):
     def __init__(self, settings: Any):
         self.settings = settings
 
-    @staticmethod
+    @classmethod
     @abc.abstractmethod
-    def may_replace(product: pathlib.Path) -> bool:
+    def may_replace(cls, product: pathlib.Path) -> bool:
         """Whether this directory is an earlier export, which a new one may replace."""
 
     @abc.abstractmethod

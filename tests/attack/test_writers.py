@@ -293,20 +293,25 @@ def test_many_full_disks(disk, inputs, whole, record_property):
     attack_disks(disk, inputs, whole, sizes).finish(record_property)
 
 
-def test_standard_output_that_takes_nothing(record_property):
-    """A full one, and a closed one: one sentence on standard error."""
+# How standard output is given: a full one, a closed one, and standard error closed, too.
+REDIRECTIONS = {"full": ">/dev/full", "closed": ">&-", "none": ">&- 2>&-"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["cache list", "--help", pytest.param("cache list --json", marks=pytest.mark.slow)],
+)
+def test_standard_output_that_takes_nothing(arguments, record_property):
+    """One sentence on standard error."""
     tally = outcomes.Tally("standard output")
-    command = f"{sys.executable} -m jaxspec"
-    for name, redirection in {"full": ">/dev/full", "closed": ">&-", "none": ">&- 2>&-"}.items():
-        for arguments in ("cache list", "cache list --json", "--help"):
-            outcome = outcomes.of_process(
-                ["bash", "-c", f"{command} {arguments} {redirection}"], cwd=ROOT
-            )
-            if name == "none" and outcome.reason.startswith("status 1 and no single sentence"):
-                outcome = outcomes.Outcome("refused", "by the status")
-            if outcome.kind == "unchanged":
-                outcome = outcomes.Outcome("failed", "nothing was said")
-            tally.add(f"{arguments}, {name}", outcome)
+    command = f"{sys.executable} -m jaxspec {arguments}"
+    for name, redirection in REDIRECTIONS.items():
+        outcome = outcomes.of_process(["bash", "-c", f"{command} {redirection}"], cwd=ROOT)
+        if name == "none" and outcome.reason.startswith("status 1 and no single sentence"):
+            outcome = outcomes.Outcome("refused", "by the status")
+        if outcome.kind == "unchanged":
+            outcome = outcomes.Outcome("failed", "nothing was said")
+        tally.add(f"{arguments}, {name}", outcome)
     tally.finish(record_property)
 
 

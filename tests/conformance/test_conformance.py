@@ -741,8 +741,8 @@ def check_armed(kind, number, names):
     """The report of these checks on a drafter with this fault, counted from 1; 0 is none."""
     under_test = with_faults(kind)
     under_test.drafter.armed = number
-    for engine in (under_test.engine, under_test.with_probs.engine):
-        engine.update_params(draft=under_test.drafter.params)
+    for each in (under_test, under_test.with_probs, under_test.with_shared_noise):
+        each.engine.update_params(draft=under_test.drafter.params)
     vars(under_test).pop("history", None)
     return run_checks(
         "drafter", under_test.drafter, chosen_checks(DRAFTER_CHECKS, names, ()), under_test

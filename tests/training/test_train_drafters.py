@@ -9,7 +9,8 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from training.test_trunk import Stopped, are_equal, stop_after
+from training.test_trainer import Stopped, stop_after
+from training.test_trunk import are_equal
 from written import write_texts
 
 from jaxspec.drafters.trees import StaticTree
@@ -19,7 +20,7 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import load_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.training import checkpoints, head_accuracy
+from jaxspec.training import head_accuracy
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
 from jaxspec.training.texts import Text
@@ -44,8 +45,8 @@ def config(name, out, target, texts, **overrides):
         "tokens": 64 * 12,
         "batch_tokens": 64,
         "sequence_length": 32,
-        "learning_rate": 2e-2,
-        "warmup_steps": 2,
+        "learning_rate": 1e-2,
+        "warmup_steps": 1,
         "evaluate_every": 6,
         "checkpoint_every": 4,
     }
@@ -53,8 +54,7 @@ def config(name, out, target, texts, **overrides):
         cls, settings = HeadsTrainConfig, settings | {"kind": "clover", "num_heads": 2}
     else:
         sizes = {"layers": 1, "block": 4, "rank": 8, "anchors": 6}
-        rates = {"learning_rate": 1e-2, "new_learning_rate": 3e-2}
-        cls, settings = FlexTrainConfig, settings | sizes | rates
+        cls, settings = FlexTrainConfig, settings | sizes | {"new_learning_rate": 3e-2}
     return cls(target=target, texts=texts, out=out, **(settings | overrides))
 
 
@@ -133,8 +133,6 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
     (occupied / name).mkdir(parents=True)
     (occupied / name / "notes").write_text("mine")
     cases = [
-        (SettingError, "positive", lambda: run(tokens=0)),
-        (SettingError, "has 0 steps of 64", lambda: run(tokens=1)),
         (SettingError, "has 0 steps of 4096", lambda: run(sequence_length=4096)),
         (
             ModelError,
@@ -143,10 +141,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
         ),
         (ModelError, "There is one text", lambda: run(texts=written("c", num_texts=1))),
         (SettingError, "documents to train on", lambda: run(held_out=texts)),
-        (CheckpointError, "nothing to resume", lambda: run(resume=True)),
-        (CheckpointError, "already holds a run", lambda: run(out=whole)),
         (CheckpointError, f"{name} exists, and what is trained", lambda: run(out=occupied)),
-        (CheckpointError, "other values of seed;", lambda: run(out=whole, resume=True, seed=7)),
         (
             CheckpointError,
             "other values of texts",
@@ -187,10 +182,6 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
             mistake()
         assert isinstance(caught.value, JaxspecError)
         assert "\n" not in str(caught.value)
-
-    with pytest.raises(SettingError, match=r"The loss became (nan|inf) at step \d; lower"):
-        run(out=tmp_path / "nan", learning_rate=1e30)
-    assert checkpoints.latest_step(tmp_path / "nan") is None
 
 
 def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):

@@ -96,6 +96,7 @@ def _speculative_stages(
 
     def commit_stage(params, fixed, moving):
         (bare, info), (cache, drafter_state) = fixed, moving
+        scored = drafter_state
         if not info.draft.is_chain:
             cache = commit_path(cache, info.window.start, info.verdict.path)
         info = info.replace(emission=emit(bare, info.draft, info.verdict))
@@ -103,6 +104,8 @@ def _speculative_stages(
         drafter_state = parts.drafter.commit(
             shape, function_params(parts.drafter, params), drafter_state, batch_view(after), info
         )
+        if jax.tree.structure(drafter_state) != jax.tree.structure(scored):
+            return (cache, scored), (after, drafter_state)  # what scoring left is gone
         return (cache, drafter_state), after
 
     moved = () if info.draft.is_chain else _copy(state.cache)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
@@ -73,13 +72,6 @@ class SpeedPrediction:
             tree=request.tree,
         )
 
-    def round_s(self, settings: PlanSettings, *, batch: int, context: float) -> float:
-        """Seconds of a round of one data shard."""
-        pair, draft_length = self.pair(settings), settings.draft_length
-        if not draft_length:
-            return pair.plain_s(batch=batch, context=context)
-        return pair.round_s(batch=batch, draft_length=draft_length, context=context)
-
     def _drafter_s(self, device: cost.Device) -> float:
         """Seconds per round of a drafter that is planned as it is: its weights are read once, and
         the head of the target, if it uses that, once for each level, or once for a chain that is
@@ -103,8 +95,8 @@ class SpeedPrediction:
         of_target, of_draft, _ = self._devices_of(settings)
         rows = settings.batch_size // settings.num_data_shards
         num_output = request.context - request.prompt_tokens
-        where: dict[str, Any] = {"batch": rows, "context": request.prompt_tokens + num_output / 2}
-        emitted, round_s = 1.0, self.round_s(settings, **where)
+        context, emitted = request.prompt_tokens + num_output / 2, 1.0
+        round_s = pair.round_s(batch=rows, draft_length=draft_length, context=context)
         if draft_length:
             chances = request.acceptance
             if isinstance(chances, (int, float)):

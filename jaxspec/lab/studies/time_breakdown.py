@@ -88,7 +88,7 @@ def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
     if executor.num_rows > shape.batch_size:
 
         def regroup(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            rows = parts.scheduler.choose(state, shape.batch_size)
+            rows = own.scheduler.choose(state, shape.batch_size)
             state = put_rows(state, rows, take_rows(state, rows))
             return state, rows  # something to wait for
 
