@@ -160,7 +160,7 @@ NO_MEASUREMENTS = {
     "glossary": ["| word |", "| ours |"],
     "heads": ["| | the first head reads |", "| layout |", '| `"tree"` |'],
     "kernels": ["| kernels |"],
-    "memory": ["| setting |", "| `--drafter` |"],
+    "memory": ["| setting |"],
     "models": ["| | what is supported |", "| file |", "| a prompt is |"],
     "sampling": ["| verifier |"],
     "scaling": ["| claim |", "| curve |", "| gate |"],
