@@ -251,7 +251,7 @@ def _others():
         ("compare", "--target", "demo-target", "--drafter", "ngram:1-999999999999"),
         ("compare", "--target", "demo-target", "--prompts", "{absent}"),
         ("bench",), ("bench", "x"), ("bench", "decode", "--target", "~nouser"),
-        ("bench", "predict"), ("bench", "predict", "--target", "qwen3-8b", "--draft", "x"),
+        ("bench", "predict", "--target", "qwen3-8b", "--draft", "x"),
         ("bench", "predict", "--target", "x", "--draft", "qwen3-0.6b"),
     ):  # fmt: skip
         yield words
@@ -261,7 +261,6 @@ def _others():
         "--acceptance": ("x", "-1", "2", "nan", ""),
         "--device": ("x", "", "H200 "),
         "--context": ("0", "-1", "x", "1e9"),
-        "--bytes-per-value": ("0", "-1", "x"),
     }.items():
         for value in values:
             yield (*predict, option, value)
