@@ -407,7 +407,10 @@ def _plot(
         style = {"marker": "o", "markersize": 4} if kind == "line" else {"width": 0.8}
         frame.rename(index=str).plot(ax=each, kind=kind, **style, **options)
         each.set_title(title, fontsize=9)
-        each.legend(frameon=False, fontsize=7)
+        # Below the panel: bars leave no room in it.
+        each.legend(
+            frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2
+        )
         if kind == "barh":
             each.invert_yaxis()
         if title.startswith("published"):
