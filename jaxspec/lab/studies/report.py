@@ -409,7 +409,7 @@ def _plot(
         each.set_title(title, fontsize=9)
         # Below the panel: bars leave no room in it.
         each.legend(
-            frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.1), ncols=2
+            frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2
         )
         if kind == "barh":
             each.invert_yaxis()
