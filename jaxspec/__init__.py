@@ -14,20 +14,20 @@ __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
     "lab.compare": "DrafterComparison compare",
+    "lab.plan.plan": "MemoryPlan",
     "lab.plan.planner": "plan_memory",
     "lab.plots": "plot_acceptance",
     "checkpoint.format": "save_model",
-    "checkpoint.resolve": "load_model",
-    "drafters.base": "Drafter DrafterBase",
+    "load.models": "load_model",
+    "drafters.base": "Drafter TrainedDrafter",
     "drafters.draft_model": "DraftModel",
-    "drafters.files": "export_drafter load_drafter save_drafter",
+    "load.drafters": "load_drafter save_drafter",
     "drafters.flexdraft.drafter": "FlexDraft",
     "drafters.heads.drafter": "Heads",
     "drafters.ngram": "NGram",
     "drafters.trees": "BeamTree BudgetTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
-    "engine.plan": "MemoryPlan",
     "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
     "engine.sessions": "Session",
@@ -50,13 +50,9 @@ _SUBMODULES = ("serving", "testing", "types")
 if TYPE_CHECKING:
     from jaxspec import types as types
     from jaxspec.checkpoint.format import save_model as save_model
-    from jaxspec.checkpoint.resolve import load_model as load_model
     from jaxspec.drafters.base import Drafter as Drafter
-    from jaxspec.drafters.base import DrafterBase as DrafterBase
+    from jaxspec.drafters.base import TrainedDrafter as TrainedDrafter
     from jaxspec.drafters.draft_model import DraftModel as DraftModel
-    from jaxspec.drafters.files import export_drafter as export_drafter
-    from jaxspec.drafters.files import load_drafter as load_drafter
-    from jaxspec.drafters.files import save_drafter as save_drafter
     from jaxspec.drafters.flexdraft.drafter import FlexDraft as FlexDraft
     from jaxspec.drafters.heads.drafter import Heads as Heads
     from jaxspec.drafters.ngram import NGram as NGram
@@ -66,7 +62,6 @@ if TYPE_CHECKING:
     from jaxspec.drafters.trees import StaticTree as StaticTree
     from jaxspec.drafters.trees import best_static_tree as best_static_tree
     from jaxspec.engine.engine import Engine as Engine
-    from jaxspec.engine.plan import MemoryPlan as MemoryPlan
     from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput
     from jaxspec.engine.sessions import Session as Session
@@ -81,8 +76,12 @@ if TYPE_CHECKING:
     from jaxspec.errors import SettingError as SettingError
     from jaxspec.lab.compare import DrafterComparison as DrafterComparison
     from jaxspec.lab.compare import compare as compare
+    from jaxspec.lab.plan.plan import MemoryPlan as MemoryPlan
     from jaxspec.lab.plan.planner import plan_memory as plan_memory
     from jaxspec.lab.plots import plot_acceptance as plot_acceptance
+    from jaxspec.load.drafters import load_drafter as load_drafter
+    from jaxspec.load.drafters import save_drafter as save_drafter
+    from jaxspec.load.models import load_model as load_model
     from jaxspec.models.base import LanguageModel as LanguageModel
     from jaxspec.models.base import Model as Model
     from jaxspec.models.config import ModelConfig as ModelConfig

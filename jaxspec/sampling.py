@@ -20,8 +20,9 @@ be biased (most of all under block verification).
 from __future__ import annotations
 
 import enum
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,13 +30,14 @@ import numpy as np
 from jax import lax
 
 from jaxspec import sums
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, DraftContext, RowSampling
 
 _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
 NUM_PARTS = 8  # most parts into which a window is split for drawing
 SMALLEST_PART = 8  # fewest tokens of a part, over all rows
+
+LowestKept: TypeAlias = Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]
 
 
 class Stream(enum.IntEnum):
@@ -260,7 +262,7 @@ def _count_committed(rows: BatchView, vocab_size: int) -> tuple[jax.Array, jax.A
     """
     num_slots = rows.tokens.shape[1]
     row = jnp.arange(rows.tokens.shape[0], dtype=jnp.int32)[:, None]
-    block = num_slots if loops_run_on_host() else BLOCK
+    block = num_slots if rows.sampling.loops_run_on_host else BLOCK
 
     def count_block(index, counts):
         slot = index * block + jnp.arange(block, dtype=jnp.int32)
@@ -297,14 +299,19 @@ def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
     temperature = of_rows(sampling.temperature)
     scaled = logits.astype(jnp.float32) / jnp.where(temperature > 0, temperature, 1)
     top_k, top_p = of_rows(sampling.top_k), of_rows(sampling.top_p)
-    scaled = lax.cond(jnp.any(top_k > 0), lambda: _keep_top_k(scaled, top_k), lambda: scaled)
-    scaled = lax.cond(jnp.any(top_p < 1), lambda: _keep_top_p(scaled, top_p), lambda: scaled)
+    lowest_kept = functools.partial(_lowest_kept, loops_run_on_host=sampling.loops_run_on_host)
+    scaled = lax.cond(
+        jnp.any(top_k > 0), lambda: _keep_top_k(scaled, top_k, lowest_kept), lambda: scaled
+    )
+    scaled = lax.cond(
+        jnp.any(top_p < 1), lambda: _keep_top_p(scaled, top_p, lowest_kept), lambda: scaled
+    )
     highest = jnp.max(scaled, axis=-1, keepdims=True)
     # p < min_p * max p, in logarithms; min_p 0 gives -inf and removes nothing.
     return jnp.where(scaled < highest + jnp.log(of_rows(sampling.min_p)), -jnp.inf, scaled)
 
 
-def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
+def _keep_top_k(scaled: jax.Array, top_k: jax.Array, lowest_kept: LowestKept) -> jax.Array:
     """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it are
     kept."""
 
@@ -313,10 +320,10 @@ def _keep_top_k(scaled: jax.Array, top_k: jax.Array) -> jax.Array:
         return num_above >= top_k[..., None].astype(jnp.uint32)
 
     order = _ordered_bits(scaled)
-    return jnp.where((top_k > 0) & (order < _lowest_kept(order, are_enough)), -jnp.inf, scaled)
+    return jnp.where((top_k > 0) & (order < lowest_kept(order, are_enough)), -jnp.inf, scaled)
 
 
-def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
+def _keep_top_p(scaled: jax.Array, top_p: jax.Array, lowest_kept: LowestKept) -> jax.Array:
     """`-inf` below the token at which the likeliest tokens together reach the mass `top_p` `[B, 1,
     1]`, where that is less than 1; ties with that token are kept.
 
@@ -344,7 +351,7 @@ def _keep_top_p(scaled: jax.Array, top_p: jax.Array) -> jax.Array:
         return (units_kept > goal_units) | is_goal
 
     order = _ordered_bits(scaled)
-    return jnp.where((top_p < 1) & (order < _lowest_kept(order, are_enough)), -jnp.inf, scaled)
+    return jnp.where((top_p < 1) & (order < lowest_kept(order, are_enough)), -jnp.inf, scaled)
 
 
 def _share_of(
@@ -377,7 +384,9 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _lowest_kept(order: jax.Array, are_enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+def _lowest_kept(
+    order: jax.Array, are_enough: Callable[[jax.Array], jax.Array], *, loops_run_on_host: bool
+) -> jax.Array:
     """The largest threshold `[B, T, 1]` uint32 for which the tokens at or above it are enough; 0,
     which keeps everything, if none is.
 
@@ -387,13 +396,14 @@ def _lowest_kept(order: jax.Array, are_enough: Callable[[jax.Array], jax.Array])
     Args:
       order: `[B, T, V]` uint32.
       are_enough: for sets of tokens `[B, T, n, V]` bool, whether each is enough, `[B, T, n, 1]`.
+      loops_run_on_host: as in `EngineShape`.
     """
 
     def reached(candidates: jax.Array) -> jax.Array:
         return are_enough(order[..., None, :] >= candidates[..., None])[..., 0]
 
     threshold = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
-    if loops_run_on_host():
+    if loops_run_on_host:
         for shift in range(28, -1, -4):
             digits = jnp.arange(1, 16, dtype=jnp.uint32) << shift
             candidates = threshold | jnp.expand_dims(digits, range(threshold.ndim - 1))
@@ -452,10 +462,12 @@ def choose(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Arra
     return jnp.where(is_finite, chosen, -1)
 
 
-def num_drawn_together(num_rows: int, num_positions: int) -> int:
+def num_drawn_together(
+    num_rows: int, num_positions: int, *, loops_run_on_host: bool = False
+) -> int:
     """How many positions of a window `choose` draws at a time. It is all of them for few tokens,
     which take longer in parts, and on a GPU, where each part would need its own kernel launches."""
-    if loops_run_on_host():
+    if loops_run_on_host:
         return num_positions
     size = max(-(-num_positions // NUM_PARTS), -(-SMALLEST_PART // num_rows))
     return min(size, num_positions)
@@ -466,7 +478,8 @@ def _draw(logits: jax.Array, rows: BatchView, prefix: DraftContext) -> jax.Array
     need ten arrays as large as the logits that they are applied to. A position's score depends on
     its own logits only, so it has the same bits either way."""
     num_rows, num_positions, vocab_size = logits.shape
-    size = num_drawn_together(num_rows, num_positions)
+    on_host = rows.sampling.loops_run_on_host
+    size = num_drawn_together(num_rows, num_positions, loops_run_on_host=on_host)
     if size == num_positions:
         return greedy_tokens(scores(logits, rows, prefix))[0]
     by_depth = _noise_by_depth(rows.sampling, prefix, vocab_size)

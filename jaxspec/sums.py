@@ -7,15 +7,25 @@ whose sum is the same in every order: in windows of every width, in every batch,
 
 from __future__ import annotations
 
+import functools
+import operator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 
 def sum_integers(*numbers: jax.Array) -> tuple[jax.Array, ...]:
-    """Sums over the last axis, `[..., 1]`, of uint32 arrays `[..., V]`. One reduction each: XLA
-    splits these over a mesh, where it would gather the arrays for one reduction of them all."""
-    return tuple(jnp.sum(each, axis=-1, keepdims=True, dtype=jnp.uint32) for each in numbers)
+    """Sums over the last axis, `[..., 1]`, of one or more uint32 arrays `[..., V]`."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if any(mesh.shape[axis] > 1 for axis in mesh.auto_axes):
+        # XLA may have split V over these axes. It adds parts of one sum, and gathers V for several.
+        return tuple(jnp.sum(each, axis=-1, keepdims=True, dtype=jnp.uint32) for each in numbers)
+    zeros = (jnp.uint32(0),) * len(numbers)
+    add = functools.partial(jax.tree.map, operator.add)
+    return tuple(
+        found[..., None] for found in lax.reduce(numbers, zeros, add, [numbers[0].ndim - 1])
+    )
 
 
 def num_digit_bits(size: int) -> int:

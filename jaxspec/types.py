@@ -71,6 +71,8 @@ class EngineShape:
         `Draft.q`.
       needs_greedy_probs: whether a trace needs the q of greedy rows too, at temperature 1;
         otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
+      loops_run_on_host: whether the host runs loops with a dynamic trip count, waiting for the
+        device before every trip, as on a GPU; loops inside a round then have static trip counts.
     """
 
     batch_size: int
@@ -82,6 +84,7 @@ class EngineShape:
     is_noise_shared: bool = True
     needs_draft_probs: bool = False
     needs_greedy_probs: bool = False
+    loops_run_on_host: bool = False
 
     @property
     def num_nodes(self) -> int:
@@ -330,6 +333,7 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
       min_length: `[B]` int32, `num_committed` below which no stop token is drawn.
       bias: of `logit_bias` and `allowed_token_ids`. None, in a hand-made record, is no bias; a
         decode loop always sets it.
+      loops_run_on_host: static, that of `EngineShape`; it changes no result.
     """
 
     temperature: jax.Array
@@ -343,6 +347,7 @@ class RowSampling(struct.PyTreeNode, kw_only=True):
     prompt_length: jax.Array
     min_length: jax.Array
     bias: TokenBias | None = None
+    loops_run_on_host: bool = struct.field(pytree_node=False, default=False)
 
 
 class BatchView(struct.PyTreeNode, kw_only=True):

@@ -12,6 +12,7 @@ A test belongs to the tier of its file, which is a marker too (`pytest -m core`)
 
 import atexit
 import functools
+import gc
 import os
 import pathlib
 import shutil
@@ -36,6 +37,7 @@ else:
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
 import jax
+import psutil
 import pytest
 from jax._src import compiler
 
@@ -104,11 +106,21 @@ def pytest_runtest_setup(item):
     jax.config.update("jax_debug_key_reuse", not is_system)
 
 
+FORGETS_FROM_BYTES = 3 * 2**30
+_compiled_otherwise: set[pathlib.Path] = set()  # files with tests that are marked `as_shipped`
+
+
 @pytest.fixture(scope="module", autouse=True)
-def _forget_programs():
-    """Frees what a file has compiled: a worker would hold gigabytes of it in the end."""
+def _forget_programs(request):
+    """Frees the engines of a file; once a worker is large, also what was compiled; and this around
+    a file with tests that are compiled in another way, whose programs are no others'."""
+    is_compiled_otherwise = request.path in _compiled_otherwise
+    if is_compiled_otherwise:
+        jax.clear_caches()
     yield
-    jax.clear_caches()
+    gc.collect()
+    if is_compiled_otherwise or psutil.Process().memory_info().rss > FORGETS_FROM_BYTES:
+        jax.clear_caches()
 
 
 # Tiers by path, the first that fits; everything else under tests/ is of the tier engine.
@@ -122,6 +134,7 @@ TIERS = {
         "drafters/test_names.py",
         "golden",
         "kernels/test_attention.py",
+        "kernels/test_attention_mosaic.py",
         "kernels/test_attention_pallas.py",
         "kernels/test_attention_sinks.py",
         "kernels/test_cpu.py",
@@ -138,8 +151,7 @@ TIERS = {
     ),
     "engine": (
         "training/test_texts.py",
-        "training/test_train_flexdraft.py",
-        "training/test_train_heads.py",
+        "training/test_train_drafters.py",
     ),
     "system": (
         "attack",
@@ -158,24 +170,17 @@ TIERS = {
         "equivalence/test_laws.py",
         "kernels/test_cpu_build.py",
         "kernels/test_cpu_models.py",
-        "lab/test_bench_flexdraft.py",
-        "lab/test_bench_heads.py",
-        "lab/test_bench_kv.py",
+        "lab/test_bench_drafters.py",
         "lab/test_bench_memory.py",
-        "lab/test_bench_sessions.py",
-        "lab/test_bench_trees.py",
+        "lab/test_cases.py",
         "lab/test_cells.py",
         "lab/test_compare.py",
-        "lab/test_compile_time.py",
-        "lab/test_confusion.py",
         "lab/test_gpu_grid.py",
         "lab/test_hf.py",
-        "lab/test_prefill.py",
         "lab/test_program.py",
         "lab/test_published.py",
         "lab/test_replay.py",
         "lab/test_results.py",
-        "lab/test_speeds.py",
         "lab/test_study.py",
         "notebooks",
         "property",
@@ -204,10 +209,13 @@ def is_under(path: pathlib.Path, places: tuple[str, ...]) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """Marks every test with its tier; a long test may be marked `system` in a file of another."""
+    """Marks every test with its tier; a long test may be marked `system` in a file of another.
+    Notes which files have tests that are compiled as users do."""
     for item in items:
         if item.get_closest_marker("system") is None:
             item.add_marker(tier_of(item.path))
+        if item.get_closest_marker("as_shipped") is not None:
+            _compiled_otherwise.add(item.path)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -9,7 +9,7 @@ import re
 import jax
 import jax.numpy as jnp
 
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.models.base import Model
 from jaxspec.types import Draft, Window, chain_parents
 
@@ -25,17 +25,19 @@ def _documented() -> dict:
     return namespace
 
 
-LinearHead = _documented()["LinearHead"]
+_PAGE = _documented()
+LinearConfig, LinearHead = _PAGE["LinearConfig"], _PAGE["LinearHead"]
 
 
 def linear_head(target, *, seed: int = 0, num_drafts: int = 3):
     """A linear head with random weights for a toy target."""
-    shape = (num_drafts, target.config.width, target.vocab_size)
-    return LinearHead(jax.random.normal(jax.random.key(seed), shape, jnp.float32))
+    config = LinearConfig(num_drafts, target.config.width, target.vocab_size)
+    shape = LinearHead.param_shapes(config)["maps"]
+    return LinearHead(config, {"maps": jax.random.normal(jax.random.key(seed), shape, jnp.float32)})
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Riding(DrafterBase):
+class Riding(Drafter):
     """Drafts one token with the target itself, in the pass that verifies the round before.
 
     One more entry, a probe, is scored with each row's window. It stands after the newest token,

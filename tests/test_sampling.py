@@ -135,18 +135,15 @@ def distributions(request):
     """Distribution of every kind of logits under every filter, from one batch that mixes them
     all; with loops, and as on a GPU without."""
     found = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampling, "loops_run_on_host", lambda: request.param)
-        filtered_logits = jax.jit(lambda *given: sampling.filtered_logits(*given))
-        for vocab_size in (61, 4096):
-            cases = list(itertools.product(KINDS, range(len(FILTERS))))
-            logits = np.stack(
-                [some_logits(kind, vocab_size, KINDS.index(kind)) for kind, _ in cases]
-            )
-            parameters = row_sampling(*(FILTERS[index] for _, index in cases))
-            got = np.asarray(filtered_logits(jnp.asarray(logits)[:, None], parameters))[:, 0]
-            for case, of_case, its_logits in zip(cases, got, logits, strict=True):
-                found[vocab_size, *case] = (of_case, its_logits)
+    filtered_logits = jax.jit(sampling.filtered_logits)
+    for vocab_size in (61, 4096):
+        cases = list(itertools.product(KINDS, range(len(FILTERS))))
+        logits = np.stack([some_logits(kind, vocab_size, KINDS.index(kind)) for kind, _ in cases])
+        parameters = row_sampling(*(FILTERS[index] for _, index in cases))
+        parameters = parameters.replace(loops_run_on_host=request.param)
+        got = np.asarray(filtered_logits(jnp.asarray(logits)[:, None], parameters))[:, 0]
+        for case, of_case, its_logits in zip(cases, got, logits, strict=True):
+            found[vocab_size, *case] = (of_case, its_logits)
     return found
 
 
@@ -297,9 +294,9 @@ def test_nothing_sorts_the_vocabulary():
 
 
 @pytest.mark.parametrize("runs_on_host", [False, True])
-def test_on_a_gpu_nothing_loops(runs_on_host, monkeypatch):
-    monkeypatch.setattr(sampling, "loops_run_on_host", lambda: runs_on_host)
+def test_on_a_gpu_nothing_loops(runs_on_host):
     rows = batch({"top_k": 5, "top_p": 0.5, "presence_penalty": 0.1}, {})
+    rows = rows.replace(sampling=rows.sampling.replace(loops_run_on_host=runs_on_host))
     traced = jax.make_jaxpr(lambda *given: sampling.choose(*given))(
         jnp.zeros((2, 1, 61)), rows, nothing_drafted(rows)
     )
@@ -322,9 +319,8 @@ def penalised(logits, *, prompt, output, repetition=1.0, presence=0.0, frequency
 
 
 @pytest.mark.parametrize("runs_on_host", [False, True])
-def test_penalties_follow_their_formulas(runs_on_host, monkeypatch):
-    monkeypatch.setattr(sampling, "loops_run_on_host", lambda: runs_on_host)
-    adjust = jax.jit(lambda *given: sampling.adjust(*given))
+def test_penalties_follow_their_formulas(runs_on_host):
+    adjust = jax.jit(sampling.adjust)
     rng = np.random.default_rng(0)
     logits = rng.standard_normal((3, 1, 12)).astype(np.float32)
     logits[:, :, 4] = 0.0
@@ -346,6 +342,7 @@ def test_penalties_follow_their_formulas(runs_on_host, monkeypatch):
         ),
         tokens=committed,
     )
+    rows = rows.replace(sampling=rows.sampling.replace(loops_run_on_host=runs_on_host))
     got = adjust(jnp.asarray(logits), rows, nothing_drafted(rows))[:, 0]
     for row, (tokens, length) in enumerate(zip(committed, prompt_lengths, strict=True)):
         repetition, presence, frequency = values[row]

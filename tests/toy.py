@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec import sampling
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -65,7 +65,7 @@ def sequences(completions) -> list[list[int]]:
 
 
 @dataclasses.dataclass(frozen=True)
-class WrongDrafter(DrafterBase):
+class WrongDrafter(Drafter):
     """Proposes one token over and over."""
 
     token: int = 0
@@ -82,7 +82,7 @@ class WrongDrafter(DrafterBase):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class TreeOracle(DrafterBase):
+class TreeOracle(Drafter):
     """Hides the true continuation in a tree of wrong siblings.
 
     Nodes: 0 wrong, 1 right; below 1: 2 wrong, 3 right; below 3: 4 right, 5 wrong. From position
@@ -119,7 +119,7 @@ class TreeOracle(DrafterBase):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class SampledTree(DrafterBase):
+class SampledTree(Drafter):
     """Draws a tree of one shape from a table of logits `[V, V]`, by the token before, as each row
     draws its own tokens. Siblings are drawn without replacement; where a filter leaves fewer tokens
     than there are siblings, the last are holes.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 
 
 def write_texts(path, writer, *, num_texts=60, num_output=12, **header):

@@ -23,15 +23,13 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.stats
 
-if TYPE_CHECKING:
-    from jaxspec.audit.scoring import Segment
+from jaxspec.audit.segment import Segment
 
 ALPHA = 1e-6  # probability that outputs that follow the distribution are reported as not doing so
 HONEST_SHARE = 0.1  # weight of the distribution itself in every alternative

@@ -25,7 +25,8 @@ import numpy as np
 
 from jaxspec.audit.evidence import ALPHA, Bets, bets_of
 from jaxspec.audit.evidence import log_evidence as of_bets
-from jaxspec.audit.scoring import Scorer, Segment
+from jaxspec.audit.scoring import Scorer
+from jaxspec.audit.segment import Segment
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams

@@ -18,6 +18,7 @@ from scipy import stats
 
 from jaxspec.audit.chi_square import pooled
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -99,7 +100,7 @@ class DistributionScene:
             is_noise_shared=self.verifier.is_noise_shared,
             needs_draft_probs=self.verifier.needs_draft_probs,
         )
-        loop = DecodeLoop(
+        parts = RoundParts(
             target=target,
             drafter=DraftModel(draft_model),
             verifier=self.verifier,
@@ -115,6 +116,7 @@ class DistributionScene:
             "draft_limit": self.num_nodes,
         }
         every = {name: jnp.full((self.num_rows,), x, jnp.int32) for name, x in fields.items()}
+        loop = DecodeLoop(parts)
         state = loop.init().replace(**every, sampling=self._sampling())
         run = Program(jax.jit(loop.run), f"the decode round of {self.num_rows} tiny rows")
         state = run(loop.params, state, jnp.int32(self.num_tokens), jnp.int32(1))

@@ -22,6 +22,7 @@ from jax import lax
 
 from jaxspec import sampling
 from jaxspec.audit import evidence
+from jaxspec.audit.segment import Segment
 from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
@@ -29,56 +30,12 @@ from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, PyTree
 
 SEGMENT = 64  # output tokens scored by one call
 PROMPT_CHUNK = 128  # for re-scoring; fp32 scoring reads prompts in chunks of SEGMENT
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Segment:
-    """Scores of consecutive output tokens, each given the output's own tokens before it.
-
-    Attributes:
-      first: index in the output of the segment's first token.
-      tokens: `[n]` int32, the output's tokens.
-      chosen: `[n]` int32, the token that the target emits there by its fp32 logits: the arg max, or
-        the keyed draw of a sampled request (only meaningful if its seed is known).
-      noise: `[n]` fp32, the largest change of a logit when it is computed in the output's dtype,
-        over `WIDTHS`.
-      log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
-        from, -inf if a filter removed it.
-      log_bets, expected, variance, spread: `[n, A]` fp32, the bets on each of the `A` alternatives
-        to that distribution; see `evidence.bets`.
-      adjusted: `[SEGMENT, V]` fp32 on the device, logits after biases, penalties and
-        `min_tokens`.
-      gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
-    """
-
-    first: int
-    tokens: np.ndarray
-    chosen: np.ndarray
-    noise: np.ndarray
-    log_probs: np.ndarray
-    log_bets: np.ndarray
-    expected: np.ndarray
-    variance: np.ndarray
-    spread: np.ndarray
-    adjusted: jax.Array
-    gumbel: jax.Array
-
-    @property
-    def end(self) -> int:
-        """Index in the output after the segment's last token."""
-        return self.first + len(self.tokens)
-
-    def logits_at(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """The adjusted logits and keyed noise, `[V]` float64 each, with which output token `index`
-        is drawn."""
-        row = index - self.first
-        fetched = jax.device_get((self.adjusted[row], self.gumbel[row]))
-        return fetched[0].astype(np.float64), fetched[1].astype(np.float64)
 
 
 class Scorer:
@@ -154,6 +111,7 @@ class Scorer:
             read = self._read_own(self._own.params, tokens, before)
             own = {width: jax.tree.map(jnp.copy, read) for width in WIDTHS}
         row = jax.tree.map(lambda value: value[None], params.of_row(prompt_length=num_prompt))
+        row = row.replace(loops_run_on_host=loops_run_on_host())
         stops = np.full((1, MAX_STOP_TOKENS), -1, np.int32)
         wanted = params.stop_tokens(self.target)[:MAX_STOP_TOKENS]
         stops[0, : len(wanted)] = wanted

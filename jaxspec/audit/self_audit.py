@@ -429,7 +429,7 @@ def audit_engine(
             name="E5",
             outputs=_compare(scorer, later, range(len(later)), in_sessions, anew),
             reason=why_no_chats if own else level("E4", own, reference).reason,
-            allows_ties=not (is_bit_exact and engine.executor.keeps_prompt_bits),
+            allows_ties=not (is_bit_exact and engine.row_store.keeps_prompt_bits),
         ),
     }
     tell("the distribution of sampled outputs")
@@ -534,7 +534,7 @@ def _run_chats(
         session.close()
     engine.reset()
     anew = _run(engine, later)
-    if not engine.executor.keeps_prompt_bits:
+    if not engine.row_store.keeps_prompt_bits:
         found = [(completion, None) for completion, _ in found]
     return (None if later else "no second turn fits the max_length"), later, found, anew
 

@@ -60,12 +60,16 @@ class LayerCache(struct.PyTreeNode):
       k_scale: `[P, K, block]` fp32, the factor of the codes of each token's key; None if `k` holds
         no codes.
       v_scale: likewise.
+      is_written_by_head: static, whether writes go head by head, as they do on a TPU. For a write
+        of all heads at once, XLA would lay the pages out differently there from reading, and copy
+        the cache between the two layouts in every layer.
     """
 
     k: jax.Array
     v: jax.Array
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
+    is_written_by_head: bool = struct.field(pytree_node=False, default=False)
 
     @property
     def is_quantised(self) -> bool:
@@ -219,6 +223,7 @@ def init_cache(
     head_size: int,
     dtype,
     kv_dtype: KvDtype | None = None,
+    is_written_by_head: bool = False,
 ) -> KVCache:
     """A cache of `num_rows` rows of `capacity` slots (rounded up to a block), with an identity page
     table.
@@ -228,6 +233,7 @@ def init_cache(
         uint16.
       kv_dtype: the dtype that KV is stored in: None means `dtype`; `int8` stores codes with a scale
         per token and KV head, see `quantise`.
+      is_written_by_head: see `LayerCache`.
 
     Raises:
       SettingError: KV cannot be stored in `kv_dtype`.
@@ -240,12 +246,17 @@ def init_cache(
 
     def empty_layer() -> LayerCache:
         if kv_dtype is None:
-            return LayerCache(k=jnp.zeros(shape, stored), v=jnp.zeros(shape, stored))
+            return LayerCache(
+                k=jnp.zeros(shape, stored),
+                v=jnp.zeros(shape, stored),
+                is_written_by_head=is_written_by_head,
+            )
         return LayerCache(
             k=jnp.zeros(shape, kv_dtype),
             v=jnp.zeros(shape, kv_dtype),
             k_scale=jnp.ones(shape[:-1], jnp.float32),
             v_scale=jnp.ones(shape[:-1], jnp.float32),
+            is_written_by_head=is_written_by_head,
         )
 
     return KVCache(
@@ -318,9 +329,9 @@ def _from_storage(values: jax.Array) -> jax.Array:
 def _stored_form(layer: LayerCache, k: jax.Array, v: jax.Array) -> LayerCache:
     """k and v `[..., K, H]` in the form that this layer stores."""
     if not layer.is_quantised:
-        return LayerCache(k=k, v=v)
+        return layer.replace(k=k, v=v)
     (k, k_scale), (v, v_scale) = quantise(k), quantise(v)
-    return LayerCache(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+    return layer.replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
 
 
 def _values(stored: LayerCache, dtype) -> tuple[jax.Array, jax.Array]:
@@ -382,9 +393,7 @@ def _put(layer: LayerCache, table: Table, new: LayerCache, slots: jax.Array) -> 
     index = _flat_index(pages, slots, num_pages * block, block).reshape(-1)
 
     page, slot, head = index // block, index % block, slice(None)
-    if jax.default_backend() == "tpu":
-        # Head by head: for a write of all heads at once, XLA would lay the pages out differently
-        # from reading, and copy the cache between the two layouts in every layer.
+    if layer.is_written_by_head:
         page, slot, head = page[:, None], slot[:, None], jnp.arange(num_heads)[None]
 
     def scatter(stored, values):

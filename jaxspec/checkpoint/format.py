@@ -1,7 +1,7 @@
-"""What a converted directory holds, and how it is written and read.
+"""What a directory of a model or a drafter holds, and how it is written and read.
 
-    jaxspec.json   the fields of `Manifest`: configuration, source, a checksum of every file
-    params/        Orbax: "embedding", "layers" / "0" / "qkv", ..., "final_norm", "head"
+    jaxspec.json   the fields of a manifest: configuration, source, a checksum of every file
+    params/        Orbax: for a model "embedding", "layers" / "0" / "qkv", ..., "head"
     tokenizer/     tokenizer.json and tokenizer_config.json, absent for a model without a tokenizer
 
 It is written beside its destination and renamed when complete, so that the destination is either
@@ -18,7 +18,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -95,11 +95,32 @@ def parse_dtype(dtype: Any) -> jnp.dtype:
 def leaf_shapes(config: ModelConfig) -> dict[LeafPath, tuple[int, ...]]:
     """Shape of every parameter by its path, e.g. `("layers", 0, "qkv")`, in the order of the
     layers."""
-    shapes = decoder.param_shapes(config)
-    leaves: dict[LeafPath, tuple[int, ...]] = {("embedding",): shapes["embedding"]}
-    for index, layer in enumerate(shapes["layers"]):
-        leaves |= {("layers", index, name): shape for name, shape in layer.items()}
-    return leaves | {(name,): shapes[name] for name in ("final_norm", "head") if name in shapes}
+    return dict(leaf_paths(decoder.param_shapes(config)))
+
+
+def leaf_paths(shapes: Any, path: LeafPath = ()) -> Iterator[tuple[LeafPath, tuple[int, ...]]]:
+    """Path and shape of every leaf of a pytree of shapes."""
+    if decoder.is_shape(shapes):
+        yield path, shapes
+        return
+    for key, inner in shapes.items() if isinstance(shapes, Mapping) else enumerate(shapes):
+        yield from leaf_paths(inner, (*path, key))
+
+
+def as_params(shapes: Any, leaf: Callable[[LeafPath], Any], path: LeafPath = ()) -> PyTree:
+    """A pytree like `shapes`, whose leaves are made from their paths."""
+    if decoder.is_shape(shapes):
+        return leaf(path)
+    if isinstance(shapes, Mapping):
+        return {key: as_params(inner, leaf, (*path, key)) for key, inner in shapes.items()}
+    return tuple(as_params(inner, leaf, (*path, i)) for i, inner in enumerate(shapes))
+
+
+def at_path(tree: Any, path: LeafPath) -> Any:
+    """The leaf of a pytree at a path."""
+    for key in path:
+        tree = tree[key]
+    return tree
 
 
 def _nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
@@ -107,12 +128,6 @@ def _nest(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
     return traverse_util.unflatten_dict(
         {tuple(map(str, path)): leaf for path, leaf in leaves.items()}
     )
-
-
-def _as_params(stored: Mapping[str, Any]) -> PyTree:
-    """The decoder's pytree from the result of `_nest`: layers become a tuple again."""
-    layers = stored["layers"]
-    return {**stored, "layers": tuple(layers[str(index)] for index in range(len(layers)))}
 
 
 def weights_digest(params: PyTree) -> str:
@@ -181,7 +196,7 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
         ocp.partial.save(path, _nest(batch))
         batch.clear()
 
-    with _quiet_orbax() as ocp:
+    with quiet_orbax() as ocp:
         context = ocp.Context()
         context.array.saving.use_compression = False  # weights hardly compress
         # Each save waits for the previous one, so no array changes while Orbax reads it.
@@ -253,7 +268,7 @@ def save_model(
     num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
     with converted_directory(destination, overwrite=overwrite) as directory:
-        write_params(directory, ((path, unpacked(_at(model.params, path))) for path in paths))
+        write_params(directory, ((path, unpacked(at_path(model.params, path))) for path in paths))
         prefix: tuple[int, ...] = ()
         if model.tokenizer is not None:
             prefix = model.tokenizer.prefix_token_ids
@@ -342,12 +357,14 @@ def _read_model_params(
         shardings = dict.fromkeys(shapes, sharding)
     else:
         try:
-            shardings = {path: _at(sharding, path) for path in shapes}
+            shardings = {path: at_path(sharding, path) for path in shapes}
         except (IndexError, KeyError, TypeError):
             expected = "a Sharding, or a pytree of them like the parameters"
             raise refusal("sharding", sharding, expected) from None
     wanted = {path: _placed(path, shape, dtype, shardings[path]) for path, shape in shapes.items()}
-    return _as_params(read_params(directory, wanted, what=f"a {config.family} model"))
+    return read_params(
+        directory, decoder.param_shapes(config), wanted, what=f"a {config.family} model"
+    )
 
 
 def _placed(
@@ -372,16 +389,18 @@ def _placed(
 
 def read_params(
     directory: Path,
+    shapes: Any,
     wanted: Mapping[LeafPath, jax.ShapeDtypeStruct],
     *,
     what: str,
     again: str = MODEL_AGAIN,
-) -> dict[str, Any]:
-    """The parameters below `directory`, as nested dicts with string keys; Orbax reads, casts and
-    places a few leaves at a time. Every process reads for itself and waits for no other.
+) -> PyTree:
+    """The parameters below `directory`; Orbax reads, casts and places a few leaves at a time. Every
+    process reads for itself and waits for no other.
 
     Args:
       directory: of the checkpoint.
+      shapes: dicts and tuples with a shape at each leaf, as the result will be.
       wanted: shape, dtype and sharding of each parameter.
       what: what they belong to, for messages.
       again: what to do about a damaged directory, for messages.
@@ -401,7 +420,7 @@ def read_params(
         )
 
     largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())
-    with _quiet_orbax() as ocp:
+    with quiet_orbax() as ocp:
         context = _own_context(ocp)
         context.memory.read_concurrent_bytes = 2 * largest + _READ_AHEAD_BYTES
         with context:
@@ -411,7 +430,8 @@ def read_params(
                 found = ocp.metadata(str(params)).metadata
                 _check_shapes(found, {path: leaf.shape for path, leaf in wanted.items()})
             with reading(params, lambda reason: failed(CheckpointError, reason)):
-                return ocp.load(str(params), _nest(wanted))
+                stored = ocp.load(str(params), _nest(wanted))
+    return as_params(shapes, lambda path: at_path(stored, tuple(map(str, path))))
 
 
 def _own_context(ocp: Any) -> Any:
@@ -428,14 +448,14 @@ def _own_context(ocp: Any) -> Any:
 def _check_shapes(found: Any, shapes: Mapping[LeafPath, tuple[int, ...]]) -> None:
     """Raises `ValueError` unless Orbax's metadata lists every parameter with its shape."""
     for path, shape in shapes.items():
-        stored = _at(found, tuple(map(str, path)))
+        stored = at_path(found, tuple(map(str, path)))
         if tuple(stored.shape) != shape:
             name = "/".join(map(str, path))
             raise ValueError(f"{name} is stored as {list(stored.shape)}, not {list(shape)}")
 
 
 @contextlib.contextmanager
-def _quiet_orbax() -> Iterator[Any]:
+def quiet_orbax() -> Iterator[Any]:
     """Orbax's module, which is kept from logging a traceback per thread for an error that it raises
     anyway; and absl, with which it logs, is kept from leaving a handler on the root logger."""
     logger = logging.getLogger("absl")
@@ -450,12 +470,6 @@ def _quiet_orbax() -> Iterator[Any]:
         for handler in logging.root.handlers[:]:
             if handler not in handlers:
                 logging.root.removeHandler(handler)
-
-
-def _at(tree: Any, path: LeafPath) -> Any:
-    for key in path:
-        tree = tree[key]
-    return tree
 
 
 def _load_tokenizer(directory: Path, prefix_token_ids: tuple[int, ...]) -> TextTokenizer | None:

@@ -1,9 +1,9 @@
-"""`jaxspec.json`: what a converted directory records about its model and its own files.
+"""`jaxspec.json`: what a directory records about its model or drafter, and its own files.
 
 It holds a checksum of every other file and one of itself, so that a directory whose bytes have
 changed is refused instead of being decoded with. The checksums (XXH3, 128 bits) find damage; they
-are not a signature: whoever can write to the directory can change them too. A directory of heads or
-of another drafter (`jaxspec.drafters.stored`) has such a file too, with an extra field `kind`.
+are not a signature: whoever can write to the directory can change them too. That of a drafter has
+a field `kind`.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from jaxspec.runtime.files import reading
 FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
 MODEL_AGAIN = "convert the model again"
+DRAFTER_AGAIN = "train or fetch the drafter again"
 
 Record = TypeVar("Record")
 
 DTYPES = ("float32", "bfloat16", "float16")
-MAX_LAYERS = 10_000
 
 _LARGEST_MANIFEST_BYTES = 2**28
 _SMALL_BYTES = 2**20  # files up to this size are checked before any is read
@@ -49,7 +49,7 @@ _MADV_POPULATE_READ = 22  # from Linux 5.14 on; Python's mmap has no name for it
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The fields of `jaxspec.json`.
+    """The fields of `jaxspec.json` in a directory of a model.
 
     Attributes:
       config: architecture.
@@ -72,6 +72,29 @@ class Manifest:
     source: str
     revision: str | None
     transformers_version: str
+    num_params: int
+    files: dict[str, FileChecksum]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DrafterManifest:
+    """The fields of `jaxspec.json` in a directory of a drafter with weights of its own.
+
+    Attributes:
+      kind: its kind, see `TrainedDrafter`.
+      config: architecture, as fields of the kind's configuration.
+      dtype: that of the stored parameters.
+      target: name of the model that they were made for; None if it was not given.
+      target_weights: `weights_digest` of its parameters; None if it was not given.
+      num_params: number of parameters.
+      files: size in bytes and checksum of every other file, by its path in the directory.
+    """
+
+    kind: str
+    config: dict[str, Any]
+    dtype: str
+    target: str | None
+    target_weights: str | None
     num_params: int
     files: dict[str, FileChecksum]
 
@@ -149,6 +172,7 @@ def read_record(
     record: type[Record],
     check: Callable[[Record], None],
     *,
+    kind: str | None = None,
     what: str,
     again: str = MODEL_AGAIN,
     verify: bool = True,
@@ -159,17 +183,18 @@ def read_record(
       directory: the directory that holds the file.
       record: the dataclass; its fields have the right types.
       check: raises `ValueError` for values out of range.
+      kind: that of a drafter; None for a model.
       what: what it describes, for messages.
       again: what to do about a damaged directory, for messages.
       verify: compare its own checksum too.
     """
     path = Path(directory) / MANIFEST
     fields = _read_fields(path, again)
-    kind = fields.get("kind")
-    if kind != getattr(record, "kind", None):
+    stored = fields.get("kind")
+    if stored != kind:
         found, name, load = "a model", "draft_model", "load_model"
-        if kind is not None:
-            found, name, load = str(kind)[:20], str(kind)[:20], "load_drafter"
+        if stored is not None:
+            found, name, load = str(stored)[:20], str(stored)[:20], "load_drafter"
         raise CheckpointError(
             f"{directory} holds {found}, not {what}; as a drafter it is named "
             f"{name}:{directory}, and in Python jaxspec.{load} loads it."
@@ -186,7 +211,7 @@ def read_record(
             "checks (--no-verify, verify=False) if the change was meant."
         )
     try:
-        found = _typed(fields, record, MANIFEST)
+        found = typed(fields, record, MANIFEST)
         check(found)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise DamagedError(f"{path} does not describe {what} ({error}); {again}.") from error
@@ -341,7 +366,7 @@ def _size_of_file(path: Path) -> int:
 # Types and ranges
 
 
-def _typed(value: Any, wanted: Any, path: str) -> Any:
+def typed(value: Any, wanted: Any, path: str) -> Any:
     """Converts a JSON value to the type of a field: dataclasses, tuples, dicts, unions and
     literals.
 
@@ -354,15 +379,15 @@ def _typed(value: Any, wanted: Any, path: str) -> Any:
         if set(value) != set(hints):
             different = ", ".join(sorted(set(value) ^ set(hints)))
             raise TypeError(f"{path} has other fields than it should: {different:.80}")
-        return wanted(**{name: _typed(value[name], hints[name], name) for name in hints})
+        return wanted(**{name: typed(value[name], hints[name], name) for name in hints})
     if origin is tuple and isinstance(value, list):
-        return tuple(_typed(item, arguments[0], path) for item in value)
+        return tuple(typed(item, arguments[0], path) for item in value)
     if origin is dict and isinstance(value, dict):
-        return {key: _typed(item, arguments[1], path) for key, item in value.items()}
+        return {key: typed(item, arguments[1], path) for key, item in value.items()}
     if origin in (types.UnionType, typing.Union):
         kept = types.NoneType if value is None else arguments[0]
         if kept in arguments:
-            return _typed(value, kept, path)
+            return typed(value, kept, path)
     if origin is typing.Literal and value in arguments:
         return value
     if wanted is Any or (type(value) is wanted and origin is None):
@@ -373,9 +398,7 @@ def _typed(value: Any, wanted: Any, path: str) -> Any:
 
 
 def _check_ranges(manifest: Manifest) -> None:
-    """Raises `ValueError` for impossible sizes, before anything of that size is made."""
-    if manifest.config.num_layers > MAX_LAYERS:
-        raise ValueError(f"num_layers is {manifest.config.num_layers}")
+    """Raises `ValueError` for numbers that no model has."""
     if manifest.num_params != decoder.num_params(manifest.config):
         raise ValueError(f"num_params is {manifest.num_params}")
     if manifest.dtype not in DTYPES:

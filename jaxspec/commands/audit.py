@@ -17,7 +17,6 @@ from jaxspec.audit.scoring import parameter_dtype, with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
     DrafterOptions,
     EngineOptions,
@@ -29,6 +28,7 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
+from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
@@ -109,11 +109,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
                 kv_dtype=self.kv_dtype,
                 verify=self.verify,
             )
-            is_default = self.target is None and self.drafter_name == "none"
+            is_default = self.target is None and self.is_plain
             options = DrafterOptions(draft="demo-draft") if is_default else self
-            make_drafter = options.choose_drafter(
-                dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
-            )
+            make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
             if make_drafter is None:
                 raise SettingError(
                     "No drafter was given for the negative controls; add --draft MODEL, or leave "
@@ -175,9 +173,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             )
         check_counts(self, "n_requests", "batch_size", "max_length", "verify_length")
         each = self.sampling_params()
-        make_drafter = self.choose_drafter(
-            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
-        )
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if make_drafter is None:
             raise SettingError(
                 "No drafter was given, so there is nothing to audit; add --draft MODEL or "

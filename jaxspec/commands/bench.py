@@ -1,6 +1,6 @@
 """`jaxspec bench`: speed, comparisons, distance from the hardware's limits, and predictions.
 
-A new bench is one line in `BenchCommand.bench`.
+A new bench is a function in `lab.bench.cases` (docs/adding-a-bench.md).
 """
 
 from __future__ import annotations
@@ -10,49 +10,33 @@ import dataclasses
 import math
 import pathlib
 from collections.abc import Iterable, Mapping
-from typing import Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias, Union
 
 import jax
 import tyro
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import DEMO_MODELS, load_model
-from jaxspec.commands.options import DrafterOptions
+from jaxspec.commands.options import DrafterOptions, find_modules_here
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.lab.bench.compile_time import CompileTimeBench, compile_times
+from jaxspec.lab.bench import cases
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
-from jaxspec.lab.bench.flexdraft import FlexDraftBench
+from jaxspec.lab.bench.drafters import DraftersBench
 from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
-from jaxspec.lab.bench.heads import HeadsBench
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
-from jaxspec.lab.bench.kernels import KernelsBench
-from jaxspec.lab.bench.kv import KvBench
-from jaxspec.lab.bench.measure import (
-    Bench,
-    only_run_into,
-    random_prompts,
-)
+from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
 from jaxspec.lab.bench.memory import MemoryBench
 from jaxspec.lab.bench.plots import plot_decode
-from jaxspec.lab.bench.prefill import PrefillBench
 from jaxspec.lab.bench.program import ProgramBench
-from jaxspec.lab.bench.sessions import SessionsBench
-from jaxspec.lab.bench.step_cost import StepCostBench
-from jaxspec.lab.bench.trace_cost import TraceCostBench
-from jaxspec.lab.bench.trees import TreesBench
-from jaxspec.lab.bench.verifiers import VerifiersBench
-from jaxspec.lab.cost import model as cost
-from jaxspec.lab.studies.confusion import ConfusionBench
 from jaxspec.lab.studies.rounds import SchedulersBench
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.registry import PRESETS
+from jaxspec.load.models import DEMO_MODELS, load_model
 from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 
 RANDOM = "random:"  # prefix of the name of a preset with random weights
+REPEATS = 3  # timed runs of each cell of the GPU grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,7 +84,7 @@ class DecodeCommand(DecodeOptions):
             against = [] if self.against is None else compare(bench, self._load_hf(bench))
             results = bench.run()
             status.update("measuring compile times in another process")
-            results["compile"] = compile_times(
+            results["compile"] = cases.compile_times(
                 self._engine_options(draft, bench), batch_size=max(self.batch_sizes)
             )
         results["holds"] &= all(pair["num_not_ties"] == 0 for pair in against)
@@ -204,109 +188,9 @@ class DecodeCommand(DecodeOptions):
     def _engine_options(self, draft: str | None, bench: DecodeBench) -> list[str]:
         """Options of `jaxspec generate` that make the last of the speculative engines."""
         drafter = ["--draft", draft] if draft else ["--drafter", str(self.drafter)]
-        options = ["--target", self.target, *drafter, "--verifier", self.verifier]
+        options = ["--target", self.target, *drafter]
         options += ["--draft-length", str(max(self.draft_lengths))]
         return [*options, "--max-length", str(bench.max_length), "--dtype", self.dtype]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PredictCommand(Bench):
-    """Predict a pair's best draft length and speed-up by batch size, with a cost model."""
-
-    NAME: ClassVar[str] = "predict"
-
-    target: str
-    """A preset such as `qwen3-8b`, or any model that `load_model` takes."""
-    draft: str
-    """Its draft model, named in the same way."""
-    device: str = "h200"
-    """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
-    measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants."""
-    batch: str = "1..64"
-    """Batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`."""
-    context: int = 1024
-    """Tokens in the cache per row."""
-    acceptance: tuple[float, ...] = (0.6, 0.7, 0.8)
-    """Probabilities that a drafted token is accepted; each applies to all positions."""
-    per_position: tuple[float, ...] = ()
-    """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
-    accepted."""
-    bytes_per_value: int = 2
-    """Bytes per parameter, and per number in the KV cache."""
-
-    def measure(self) -> dict[str, Any]:
-        """A prediction per batch size and acceptance."""
-        batches = parse_batches(self.batch)
-        find_devices = cost.read_device(self.device)
-        target, draft = (model_config(name) for name in (self.target, self.draft))
-        target_device, draft_device, block = find_devices(target, draft)
-        pair = cost.Pair(
-            target=target,
-            target_device=target_device,
-            draft=draft,
-            draft_device=draft_device,
-            itemsize=self.bytes_per_value,
-            block=block,
-        )
-        best = None
-        if self.device in cost.DEVICES:
-            peak = cost.ceiling(cost.DEVICES[self.device])
-            best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
-        return {
-            "target_device": target_device.to_json(),
-            "draft_device": draft_device.to_json(),
-            "predictions": [
-                self._predict(pair, best, batch, acceptance)
-                for batch in batches
-                for acceptance in (self.acceptance if not self.per_position else (None,))
-            ],
-        }
-
-    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """Expected rates, one line per batch size and acceptance."""
-        return [grouped("predicted", PREDICTIONS, document["predictions"])]
-
-    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Where the constants come from."""
-        return [("{name}: {source}.".format_map(document["target_device"]), "dim")]
-
-    def check(self) -> None:
-        """Raises `SettingError` for options that nothing can be predicted for."""
-        super().check()
-        if not all(0 <= value < 1 for value in (*self.acceptance, *self.per_position)):
-            raise SettingError(
-                "Acceptances were given outside of [0, 1); they are probabilities, and a drafter "
-                "that is always right has no best draft length."
-            )
-        if list(self.per_position) != sorted(self.per_position, reverse=True):
-            raise SettingError(
-                "--per-position was given rising values; they are cumulative (the probability that "
-                "at least this many tokens are accepted), so each is at most the one before."
-            )
-
-    def _predict(
-        self, pair: cost.Pair, peak: cost.Pair | None, batch: int, acceptance: float | None
-    ) -> dict[str, Any]:
-        """One line: best draft length by search and by the closed form, at one acceptance."""
-        chances = self.per_position if acceptance is None else acceptance
-        where = {"batch": batch, "context": self.context}
-        length, gain = pair.best_draft_length(**where, acceptance=chances)
-        most = peak and peak.best_draft_length(**where, acceptance=chances)[1]
-        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
-        return {
-            "batch_size": batch,
-            "acceptance": acceptance,
-            "plain_ms": 1e3 * plain_s,
-            "plain_tokens_per_s": batch / plain_s,
-            "draft_step_ms": 1e3 * pair.draft_step_s(**where),
-            "draft_length": length,
-            "tokens_per_s": gain * batch / plain_s,
-            "speedup": gain,
-            "ceiling_speedup": most,
-            "closed_form_draft_length": (
-                None if acceptance is None else cost.closed_form_draft_length(acceptance, ratio)
-            ),
-        }
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,8 +206,6 @@ class GpuCommand(Bench):
     """Run the same code with tiny models on any JAX backend; the figures are meaningless."""
     budget_s: float = 480.0
     """Start no new cell after this many seconds; the most informative cells come first."""
-    repeats: int = 3
-    """Timed runs of each kind; the median is reported."""
     resume: bool = False
     """Keep the cells that --out already holds, and measure the others."""
     plot: pathlib.Path | None = None
@@ -346,7 +228,7 @@ class GpuCommand(Bench):
                 plan,
                 self.out,
                 budget_s=self.budget_s,
-                repeats=self.repeats,
+                repeats=REPEATS,
                 header=header,
                 resume=self.resume,
                 say=status.update,
@@ -369,70 +251,6 @@ class GpuCommand(Bench):
         if num_waiting:
             found.append(f"{num_waiting} cells were not measured; continue with --resume.")
         return [(sentence, "dim") for sentence in found]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class BenchCommand:
-    """Measure speed (`decode`; on a GPU `gpu`), predict it (`predict`; from compiled programs
-    `program`), or measure one part alone."""
-
-    bench: Annotated[
-        Annotated[DecodeCommand, tyro.conf.subcommand("decode")]
-        | Annotated[PredictCommand, tyro.conf.subcommand("predict")]
-        | Annotated[GpuCommand, tyro.conf.subcommand("gpu")]
-        | Annotated[ProgramBench, tyro.conf.subcommand("program")]
-        | Annotated[SchedulersBench, tyro.conf.subcommand("schedulers")]
-        | Annotated[VerifiersBench, tyro.conf.subcommand("verifiers")]
-        | Annotated[TreesBench, tyro.conf.subcommand("trees")]
-        | Annotated[HeadsBench, tyro.conf.subcommand("heads")]
-        | Annotated[FlexDraftBench, tyro.conf.subcommand("flexdraft")]
-        | Annotated[MemoryBench, tyro.conf.subcommand("memory")]
-        | Annotated[SessionsBench, tyro.conf.subcommand("sessions")]
-        | Annotated[ConfusionBench, tyro.conf.subcommand("confusion")]
-        | Annotated[KernelsBench, tyro.conf.subcommand("kernels")]
-        | Annotated[KvBench, tyro.conf.subcommand("kv")]
-        | Annotated[PrefillBench, tyro.conf.subcommand("prefill")]
-        | Annotated[StepCostBench, tyro.conf.subcommand("step-cost")]
-        | Annotated[TraceCostBench, tyro.conf.subcommand("trace-cost")]
-        | Annotated[CompileTimeBench, tyro.conf.subcommand("compile-time")],
-        tyro.conf.arg(name=""),
-    ]
-
-    @property
-    def json(self) -> bool:
-        """The option of the chosen bench."""
-        return self.bench.json
-
-    def run(self, console: Console) -> dict[str, Any]:
-        """Runs the chosen bench; returns its JSON document."""
-        return self.bench.run(console)
-
-
-def parse_batches(text: str) -> list[int]:
-    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
-
-    Raises:
-      SettingError: the text has neither form.
-    """
-    first, dots, last = text.partition("..")
-    try:
-        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
-    except ValueError:
-        sizes = []
-    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
-        raise SettingError(
-            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
-        )
-    if not dots:
-        return sizes
-    low, high = sizes
-    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
-
-
-def model_config(name: str) -> ModelConfig:
-    """The architecture of a preset (with or without `random:`), or of a model."""
-    preset = name.removeprefix("random:")
-    return PRESETS[preset] if preset in PRESETS else load_model(name).config
 
 
 EQUAL = {True: "yes", False: "NO", None: "-"}
@@ -479,19 +297,6 @@ AGAINST: Columns = {
     "ratio": "{ratio_to_hf:.2f}x",
     "equal": "{num_equal}",
 }
-PREDICTIONS: Columns = {
-    **BATCH,
-    "acceptance": lambda found: (
-        "measured" if found["acceptance"] is None else f"{found['acceptance']:g}"
-    ),
-    "plain\nms": "{plain_ms:.2f}",
-    "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
-    "draft\nlength": "{draft_length}",
-    "tokens/s": "{tokens_per_s:.0f}",
-    "speed-up": "{speedup:.2f}x",
-    "ceiling": "{ceiling_speedup:.2f}x",
-    "closed\nform": "{closed_form_draft_length:d}",
-}
 GRID: Columns = {
     "pair": "{pair}",
     **BATCH,
@@ -518,3 +323,37 @@ def grouped(
 ) -> TextTable:
     """A table with a line between records whose field `by` differs."""
     return TextTable.of_columns(title, columns, records, group=lambda record: record[by])
+
+
+BENCHES = (
+    DecodeCommand,
+    GpuCommand,
+    ProgramBench,
+    DraftersBench,
+    MemoryBench,
+    SchedulersBench,
+    *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
+)
+AnyBench: TypeAlias = Bench
+if not TYPE_CHECKING:  # one subcommand for each, under its name
+    AnyBench = Union[  # noqa: UP007 (`X | Y` takes no list)
+        tuple(Annotated[each, tyro.conf.subcommand(each.NAME)] for each in BENCHES)
+    ]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BenchCommand:
+    """Measure speed (`decode`; on a GPU `gpu`), compare drafters (`drafters`), predict speed
+    (`predict`; from compiled programs `program`), or measure one part alone."""
+
+    bench: Annotated[AnyBench, tyro.conf.arg(name="")]
+
+    @property
+    def json(self) -> bool:
+        """The option of the chosen bench."""
+        return self.bench.json
+
+    def run(self, console: Console) -> dict[str, Any]:
+        """Runs the chosen bench; returns its JSON document."""
+        find_modules_here()
+        return self.bench.run(console)

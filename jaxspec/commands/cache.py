@@ -13,10 +13,10 @@ import tyro
 from rich.console import Console
 from rich.markup import escape
 
-from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.errors import SettingError
+from jaxspec.load.models import cached_models, remove_cached_model
 from jaxspec.runtime.directories import (
     COMPILED_DIRECTORY,
     KERNELS_DIRECTORY,

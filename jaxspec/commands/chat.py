@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
     DrafterOptions,
     DtypeName,
@@ -22,6 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.sessions import Session
 from jaxspec.errors import PromptError, SettingError
+from jaxspec.load.models import load_model
 from jaxspec.requests.completions import Completion, counted
 from jaxspec.requests.prompts import chat_template, json_object
 from jaxspec.requests.requests import Prompt
@@ -70,9 +70,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         if self.draft_length not in (None, "auto"):
             check_draft_length(self.draft_length, None)
         params = self.sampling_params()
-        make_drafter = self.choose_drafter(
-            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
-        )
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         template = chat_template(self.chat_template)
         template_kwargs = json_object("--chat-template-kwargs", self.chat_template_kwargs)
         with working(f"loading {self.target}"):
@@ -143,7 +141,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
             print(f"error: {error} {HELP}.", file=sys.stderr)
             return []
         num_kept = chat.session.num_kept_tokens
-        kv_bytes = engine.executor.row_bytes(num_kept)
+        kv_bytes = engine.row_store.row_bytes(num_kept)
         said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
         console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
         return [{**completion.to_json(), "num_kept_tokens": num_kept, "kv_bytes": kv_bytes}]

@@ -14,7 +14,6 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxspec.audit.judge import Divergences, Finding
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import (
     EngineOptions,
     JsonOption,
@@ -24,9 +23,9 @@ from jaxspec.commands.options import (
 )
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
-from jaxspec.drafters.names import names_draft_model
 from jaxspec.errors import SettingError
 from jaxspec.lab.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
+from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
@@ -45,8 +44,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """`none` (plain decoding), `ngram`, `draft_model:MODEL`, `heads:NAME`, `flexdraft:NAME` or any
-    other drafter that `jaxspec generate --help` lists; repeat the option for each."""
+    """`none` (plain decoding) or a drafter that `jaxspec generate --help` lists; with settings as a
+    JSON object, such as `{"kind": "ngram", "branches": 4}`. Repeat the option for each."""
     draft_length: int | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of each drafter's
     tree, or 4."""
@@ -67,14 +66,8 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length)
         names = list(dict.fromkeys(self.drafter))
-        takes_kv_dtype = [name for name in names if names_draft_model(name)] or names
         makers = {
-            name: drafter_of_command(
-                name,
-                dtype=self.dtype,
-                kv_dtype=self.draft_kv_dtype if name in takes_kv_dtype else None,
-                verify=self.verify,
-            )
+            name: drafter_of_command(name, {}, dtype=self.dtype, verify=self.verify)
             for name in names
         }
         if self.plot is not None:

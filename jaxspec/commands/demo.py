@@ -13,7 +13,6 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
@@ -21,6 +20,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
 from jaxspec.lab.compare import Candidate, DrafterComparison, compare
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.requests.completions import Completion

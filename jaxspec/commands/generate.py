@@ -20,7 +20,6 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands.chats import Encode, decode_chats
 from jaxspec.commands.options import (
     DrafterOptions,
@@ -33,10 +32,11 @@ from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import MakeDrafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
+from jaxspec.load.drafters import MakeDrafter
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import ORIGIN_STYLES, Completion, Completions
@@ -145,9 +145,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         lines, inputs = self._read_lines()
         check_counts(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
-        make_drafter = self.choose_drafter(
-            dtype=self.dtype, kv_dtype=self.draft_kv_dtype, verify=self.verify
-        )
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
         template, template_kwargs = self._chat_settings(lines)

@@ -6,19 +6,14 @@ import contextlib
 import dataclasses
 import os
 import pathlib
-import re
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, TypeAlias
 
 from jaxspec.cache.pages import KvDtype
-from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
-from jaxspec.drafters.names import MakeDrafter, choose_drafter
 from jaxspec.errors import SettingError
-from jaxspec.requests.prompts import (
-    PromptLine,
-    Turns,
-    load_prompts,
-)
+from jaxspec.load.drafters import MakeDrafter, choose_drafter
+from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
 from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams
 from jaxspec.runtime.options import check_counts
 
@@ -38,69 +33,39 @@ class DrafterOptions:
     """Which drafter."""
 
     draft: str | None = None
-    """A draft model, named in the same way as the target; short for `--drafter
-    draft_model:MODEL`."""
+    """A draft model, named in the same way as the target, or a directory of a drafter."""
     drafter: str | None = None
-    """What drafts: `none`, `ngram`, `ngram:MIN-MAX` (lengths of the n-grams), `draft_model:MODEL`,
-    `heads:NAME` (Medusa, Hydra, Clover or Clover-2), `flexdraft:NAME`, or your own
-    `package.module:factory`; NAME is a directory or a hub id. `draft_model@0.4:MODEL` ends each
-    draft after its first token with a lower probability. Trees: `draft_model[4x4:12]:MODEL` keeps
-    the 12 best nodes of a beam search of width 4 and depth 4, `ngram[4]` drafts what followed the 4
-    best matches. With --draft MODEL, leave `:MODEL` out (`draft_model@0.4`). `medusa[chain]:NAME`,
-    `clover[8]:NAME` and `clover[4x4:16]:NAME` draft the heads' proposals as a chain, as a tree of 8
-    nodes, and as the best 16 nodes of a beam search."""
-    draft_kv_window: int | None = None
-    """The draft model keeps KV only for this many newest positions (at least 128) and for the first
-    ones, so that its memory does not grow with the context. Default: it keeps all KV. Short for
-    `--drafter draft_model~WINDOW+SINKS:MODEL`."""
-    draft_kv_sinks: int | None = None
-    """Number of first positions that it keeps as well, 0 to 128. Default 4."""
+    """What drafts: `none`, `ngram`, a kind with its weights, as in `draft_model:MODEL` or
+    `heads:MODEL` (MODEL is a directory or a hub id), or your own `package.module:factory`."""
+    drafter_args: str | None = None
+    """Settings of the drafter, as a JSON object. Draft models have `tree` (`4x4:12` keeps the 12
+    best nodes of a beam search of width 4 and depth 4), `min_confidence` (a draft ends after its
+    first token with a lower probability), `kv_window` and `kv_sinks` (KV is kept only for so many
+    newest and first positions) and `kv_dtype` (`int8`). ngram has `branches`, `prompt_lookup_min`
+    and `prompt_lookup_max`. Heads have `tree` (`chain`, a number of nodes, `4x4:16`, or one of
+    Medusa's trees)."""
 
     @property
-    def drafter_name(self) -> str:
-        """The name that `choose_drafter` takes, made from all these options.
+    def is_plain(self) -> bool:
+        """Whether no drafter is named."""
+        return self.draft is None and self.drafter in (None, "none")
 
-        Raises:
-          SettingError: they name two drafters, or a KV window but no draft model.
-        """
-        name = self._name_without_window
-        if self.draft_kv_window is None:
-            if self.draft_kv_sinks is not None:
-                raise SettingError(
-                    f"--draft-kv-sinks {self.draft_kv_sinks} was given without --draft-kv-window; "
-                    "the first positions are kept beside a window, so give that too."
-                )
-            return name
-        sinks = NUM_SINKS if self.draft_kv_sinks is None else self.draft_kv_sinks
-        check_kv_window(self.draft_kv_window, sinks)
-        match = re.fullmatch(r"(draft_model(?:\[[^\]]*\]|@[^:~]*)?):(.*)", name, re.DOTALL)
-        if match is None:
-            raise SettingError(
-                f"--draft-kv-window {self.draft_kv_window} was given for the drafter {name}; it is "
-                "a draft model that keeps a window of KV, so name one with --draft MODEL."
-            )
-        kind, model = match.groups()
-        return f"{kind}~{self.draft_kv_window}+{sinks}:{model}"
-
-    @property
-    def _name_without_window(self) -> str:
-        if self.draft is None:
-            return "none" if self.drafter is None else self.drafter
-        kind = "draft_model" if self.drafter is None else self.drafter
-        if not re.fullmatch(r"draft_model(\[[^\]]*\]|@[^:~]*)?(~[^:]*)?", kind):
+    def choose_drafter(self, *, dtype: str | None, verify: bool = True) -> MakeDrafter | None:
+        """A function that makes the drafter for a target, or None; raises what
+        `load.drafters.choose_drafter` raises."""
+        if self.draft is not None and self.drafter is not None:
             raise SettingError(
                 f"Both --draft {self.draft} and --drafter {self.drafter} were given; name one "
                 "drafter."
             )
-        return f"{kind}:{self.draft}"
-
-    def choose_drafter(
-        self, *, dtype: str | None, kv_dtype: KvDtype | None = None, verify: bool = True
-    ) -> MakeDrafter | None:
-        """A function that makes the drafter for a target, or None; raises what
-        `names.choose_drafter` raises."""
-        name = self.drafter_name
-        return drafter_of_command(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)
+        given = json_object("--drafter-args", self.drafter_args) or {}
+        if self.is_plain and given:
+            raise SettingError(
+                f"--drafter-args {self.drafter_args} was given without a drafter; add --draft or "
+                "--drafter."
+            )
+        named = {"model": self.draft} if self.draft is not None else self.drafter or "none"
+        return drafter_of_command(named, given, dtype=dtype, verify=verify)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -110,8 +75,6 @@ class KvOptions:
     kv_dtype: KvDtype | None = None
     """`int8` stores the target's KV in half the bytes of bfloat16, with a scale per token and head;
     its outputs then change a little. Default: the dtype it is computed in."""
-    draft_kv_dtype: KvDtype | None = None
-    """The same for the draft model's KV; this changes what is drafted, but no output."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -196,11 +159,20 @@ class EngineOptions(KvOptions):
 
 
 def drafter_of_command(
-    name: str, *, dtype: str | None, kv_dtype: KvDtype | None = None, verify: bool = True
+    drafter: str | Mapping[str, Any],
+    arguments: Mapping[str, Any],
+    *,
+    dtype: str | None,
+    verify: bool = True,
 ) -> MakeDrafter | None:
-    """`choose_drafter` for a name on the command line: as with `python -m`, modules of the current
-    directory are found (an installed script does not find them)."""
+    """`choose_drafter` for the command line."""
+    find_modules_here()
+    return choose_drafter(drafter, arguments, dtype=dtype, verify=verify)
+
+
+def find_modules_here() -> None:
+    """Finds modules of the current directory, as `python -m` does and an installed script does
+    not."""
     with contextlib.suppress(FileNotFoundError):
         if os.getcwd() not in sys.path:
             sys.path.insert(0, os.getcwd())
-    return choose_drafter(name, dtype=dtype, kv_dtype=kv_dtype, verify=verify)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
@@ -67,10 +68,10 @@ class PlanCommand(JsonOption):
     """Its draft model, named in the same way. Without a draft model or drafter, plain decoding is
     planned."""
     drafter: str | None = None
-    """What drafts instead, as in `jaxspec generate`: `ngram`, `ngram[4]`, `heads:NAME`,
-    `flexdraft:NAME`, or `draft_model[4x4:12]:MODEL`, whose KV and weights are searched over like
-    those of --draft. Plain `flexdraft` has the paper's sizes for the target. For a tree, draft
-    lengths are numbers of nodes, and --per-position is needed."""
+    """What drafts instead, as in `jaxspec generate`: `ngram`, `heads:MODEL`, `flexdraft:MODEL`, or
+    with settings a JSON object, such as `{"kind": "draft_model", "model": MODEL, "tree":
+    "4x4:12"}`, whose KV is searched over like that of --draft. For a tree, draft lengths are
+    numbers of nodes, and --per-position is needed."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8
@@ -97,32 +98,21 @@ class PlanCommand(JsonOption):
     scheduler: SchedulerName = "continuous"
     """As in `jaxspec generate`; `continuous` keeps extra rows besides the batch."""
     mesh: str | None = None
-    """Axes of a mesh, such as `data=1,model=8`."""
-    num_devices: int = 1
-    """Number of devices; the plan chooses how to split rows and models over them."""
+    """Axes of a mesh, such as `data=1,model=8`; default one device."""
     draft_lengths: tuple[int, ...] | None = None
     """Draft lengths to try; 0 is plain decoding. Default 0 to 8; for trees and FlexDraft, lengths
     that fill the windows up to theirs (0, 2, 4, 8, ...)."""
-    prefill_chunks: tuple[int, ...] = Search.prefill_chunks
-    """Prefill chunks to try."""
     kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
     """Dtypes of the target's KV to try: the model's own, or int8, which changes the output a little
     and is chosen only if nothing else fits."""
-    draft_kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
-    """Dtypes of the draft model's KV to try."""
     draft_kv_windows: tuple[int, ...] = (0, 512)
     """Numbers of tokens whose KV the draft model keeps, to try; 0 keeps all."""
-    draft_dtypes: tuple[DtypeName, ...] = ()
-    """Dtypes of the draft model's weights to try; default the target's."""
-    short: bool = False
-    """Compile only the first two layers; what the others add to the temporaries is estimated."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Plans and prints; returns the JSON document."""
         budget_bytes = parse_bytes(self.budget)
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
-        num_devices = self.num_devices if mesh is None else mesh[0] * mesh[1]
-        search = self._search()
+        num_devices = 1 if mesh is None else math.prod(mesh)
         asked: dict[str, Any] = {
             "batch": self.batch,
             "context": self.context,
@@ -130,8 +120,11 @@ class PlanCommand(JsonOption):
             "keep": self.keep,
             "acceptance": self.per_position or self.acceptance,
             "mesh": mesh,
-            "num_devices": self.num_devices,
-            "search": search,
+            "search": Search(
+                draft_lengths=self.draft_lengths,
+                kv_dtypes=tuple(None if name == "model" else name for name in self.kv_dtypes),
+                draft_kv_windows=tuple(window or None for window in self.draft_kv_windows),
+            ),
         }
         check_asked(budget_bytes, **asked)  # before other processes, and before models are loaded
         if needs_virtual_devices(num_devices):
@@ -141,19 +134,6 @@ class PlanCommand(JsonOption):
             document = self._plan(budget_bytes, asked)
         self.show(document, console)
         return document
-
-    def _search(self) -> Search:
-        def kv_dtypes(names: tuple[KVDtypeName, ...]) -> tuple[Any, ...]:
-            return tuple(None if name == "model" else name for name in names)
-
-        return Search(
-            draft_lengths=self.draft_lengths,
-            prefill_chunks=self.prefill_chunks,
-            kv_dtypes=kv_dtypes(self.kv_dtypes),
-            draft_kv_dtypes=kv_dtypes(self.draft_kv_dtypes),
-            draft_kv_windows=tuple(window or None for window in self.draft_kv_windows),
-            draft_dtypes=self.draft_dtypes,
-        )
 
     def _plan(self, budget_bytes: int, asked: dict[str, Any]) -> dict[str, Any]:
         with working("") as status:
@@ -167,7 +147,6 @@ class PlanCommand(JsonOption):
                 verifier=self.verifier,
                 scheduler=self.scheduler,
                 **asked,
-                compiles="short" if self.short else "whole",
                 say=status.update,
             )
         return make_document("plan", self, plan=plan.to_json())
@@ -205,16 +184,10 @@ class PlanCommand(JsonOption):
         found = chosen["bytes"]
         num_devices = settings["num_data_shards"] * settings["num_model_shards"]
         each = "" if num_devices == 1 else f" on each of {num_devices} devices"
-        rows = [
-            [name, in_units(found[part]), plan["formulas"].get(part, "")]
-            for part, name in PARTS.items()
-            if found[part]
-        ]
-        rows.append(["temporaries", in_units(found["temporaries_bytes"]), found["temporaries"]])
-        rows.append(["in all", in_units(found["total_bytes"]), f"budget {self.budget}"])
-        console.print(
-            TextTable(title=f"bytes{each}", header=("", "bytes", "how"), rows=rows, breaks=[0])
-        )
+        rows = [[name, in_units(found[part])] for part, name in PARTS.items() if found[part]]
+        rows.append([f"temporaries, {found['temporaries']}", in_units(found["temporaries_bytes"])])
+        rows.append([f"in all, of {self.budget}", in_units(found["total_bytes"])])
+        console.print(TextTable(title=f"bytes{each}", header=("", "bytes"), rows=rows))
         runs = [
             {"name": name, **run}
             for name in ("chosen", "cheaper", "faster", "fastest")
@@ -239,9 +212,7 @@ class PlanCommand(JsonOption):
             )
         for text in (*remarks, *plan["remarks"]):
             console.print(text, style="dim", highlight=False)
-        console.print(plan["code"], markup=False, highlight=False, soft_wrap=True)
-        if plan["command_line"] is not None:
-            console.print(plan["command_line"], markup=False, highlight=False, soft_wrap=True)
+        console.print(plan["description"], markup=False, highlight=False, soft_wrap=True)
 
 
 def needs_virtual_devices(num_devices: int) -> bool:

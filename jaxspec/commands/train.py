@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import tyro
@@ -31,11 +31,7 @@ class LmCommand(JsonOption):
         """Trains; returns the JSON document."""
         results = train_lm(self.config)
         console.print(results_table(results))
-        last = list(results["branches"].values())[-1] if self.config.branches else results
-        model = last["model"]
-        console.print(
-            f"Try it: jaxspec generate --target {model} --prompt TEXT", soft_wrap=True, markup=False
-        )
+        _print_trial(console, f"--target {_ends(results)[-1]['model']}")
         return make_document("train lm", self.config, **results)
 
 
@@ -72,17 +68,11 @@ class HeadsCommand(JsonOption):
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         results = train_heads(self.config)
-        ends = list(results["branches"].values()) if self.config.branches else [results]
-        for end in ends:
-            shown = {name: each for name, each in end.items() if name not in ("held_out", "trees")}
-            console.print(results_table(shown))
+        for end in _ends(results):
+            console.print(results_table(end, without=("held_out", "trees")))
             console.print(accuracy_table(end["held_out"]))
-        console.print(
-            f"Try them: jaxspec generate --target {self.config.target} "
-            f"--drafter {self.config.kind}:{ends[-1]['heads']} --prompt TEXT",
-            soft_wrap=True,
-            markup=False,
-        )
+        drafter = f"{self.config.kind}:{_ends(results)[-1]['heads']}"
+        _print_trial(console, f"--target {self.config.target} --drafter {drafter}")
         return make_document("train heads", self.config, **results)
 
 
@@ -95,16 +85,10 @@ class FlexDraftCommand(JsonOption):
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         results = train_flexdraft(self.config)
-        console.print(
-            results_table({name: each for name, each in results.items() if name != "held_out"})
-        )
+        console.print(results_table(results, without=("held_out",)))
         console.print(slots_table(results["held_out"]))
-        console.print(
-            f"Try it: jaxspec generate --target {self.config.target} "
-            f"--drafter flexdraft:{results['flexdraft']} --prompt TEXT",
-            soft_wrap=True,
-            markup=False,
-        )
+        drafter = f"flexdraft:{results['flexdraft']}"
+        _print_trial(console, f"--target {self.config.target} --drafter {drafter}")
         return make_document("train flexdraft", self.config, **results)
 
 
@@ -131,12 +115,22 @@ class TrainCommand:
         return self.what.run(console)
 
 
-def results_table(results: Mapping[str, Any]) -> TextTable:
+def _ends(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The results of every end of a run."""
+    return list(results["branches"].values()) if "branches" in results else [results]
+
+
+def _print_trial(console: Console, options: str) -> None:
+    command = f"Try it: jaxspec generate {options} --prompt TEXT"
+    console.print(command, soft_wrap=True, markup=False)
+
+
+def results_table(results: Mapping[str, Any], *, without: Sequence[str] = ()) -> TextTable:
     """The results, with a separate line for each domain."""
     forms = {float: "{:.4g}", int: "{:,}"}
     shown = {
         name.replace("_", " "): forms.get(type(value), "{}").format(value)
-        for name, value in _flatten(results)
+        for name, value in _flatten({n: each for n, each in results.items() if n not in without})
     }
     return TextTable.of_values("", shown)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -41,6 +40,7 @@ from jaxspec.conformance.report import (
 )
 from jaxspec.conformance.under_test import NUM_ROUNDS, DrafterUnderTest
 from jaxspec.decode import round as decode_round
+from jaxspec.decode.loop import one_round
 from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
@@ -82,7 +82,7 @@ def check_drafter(
     no row axis, a fresh state makes it draft the same again, and no output depends on it.
 
     Args:
-      drafter: anything that follows the `Drafter` protocol.
+      drafter: an instance of a subclass of `Drafter`.
       target: the model that it drafts for.
       prompts: six or more token lists of different lengths for which it should draft something;
         default `battery_prompts`.
@@ -183,7 +183,7 @@ def _static_shapes(b: DrafterUnderTest) -> str:
     everything = b.engine.executor.params, b.engine.state
     _, after = jax.eval_shape(b.propose, *everything)
     demand_same_tree(state, after, "after propose the state")
-    after = jax.eval_shape(b.loop.round, *everything).drafter
+    after = jax.eval_shape(functools.partial(one_round, b.parts), *everything).drafter
     demand_same_tree(state, after, "after commit the state")
     lag = jax.eval_shape(b.drafter.lag, state, rows)
     if lag is not None:
@@ -221,7 +221,7 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         demand((is_before | is_invalid).all(), "a node comes before its parent")
         is_next = (draft.parents == node - 1) | (not b.drafter.is_chain)
         demand((is_next | is_invalid).all(), "is_chain is True, and a draft is no chain")
-        deepest, most = _deepest(draft), b.loop.draft_depth
+        deepest, most = _deepest(draft), b.parts.draft_depth
         demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(draft.num_valid.sum())
     _need_drafts(num_drafted)
@@ -388,12 +388,12 @@ def _score(b: DrafterUnderTest) -> str:
     @jax.jit
     def both(params, state: DecodeState):
         rows = b.rows(state)
-        draft, drafter_state, cache = decode_round.propose(b.loop, params, state, rows)
+        draft, drafter_state, cache = decode_round.propose(b.parts, params, state, rows)
         window = decode_round.make_window(state, draft, tree_depth=b.shape.tree_depth)
         tokens = decode_round.window_tokens(state, draft)
         hidden, expected_cache = target.forward(params["target"], tokens, window, cache)
         scores, with_score, _ = decode_round.score(
-            b.loop, params, drafter_state, rows, draft, tokens, window, cache
+            b.parts, params, drafter_state, rows, draft, tokens, window, cache
         )
         expected = hidden, *kv_at(expected_cache, window.slots)
         return expected, (scores.hidden, *kv_at(with_score, window.slots))
@@ -532,8 +532,7 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
     num_tokens = 0
-    shared = dataclasses.replace(b.with_probs, is_noise_shared=True)
-    for keyed, draft in shared.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
+    for keyed, draft in b.with_shared_noise.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
         if draft.q is None:
             raise NotApplicable("it draws nothing")
         position = keyed.num_committed[:, None] + jnp.asarray(_depths(draft) - 1)

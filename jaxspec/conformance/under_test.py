@@ -26,9 +26,10 @@ from jaxspec.conformance.checks import (
     wide,
 )
 from jaxspec.conformance.report import NotApplicable
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.loop import init
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import batch_view
-from jaxspec.drafters.base import Drafter, DrafterBase, draft_with, function_params
+from jaxspec.drafters.base import Drafter, draft_with, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
@@ -343,9 +344,9 @@ class DrafterUnderTest:
         )
 
     @property
-    def loop(self) -> DecodeLoop:
-        """The functions that the engine compiles."""
-        return self.engine.executor.loop
+    def parts(self) -> RoundParts:
+        """What the engine's rounds are made of."""
+        return self.engine.executor.parts
 
     @property
     def shape(self) -> EngineShape:
@@ -353,17 +354,17 @@ class DrafterUnderTest:
         return self.engine.shape
 
     @property
-    def complete(self) -> DrafterBase:
+    def complete(self) -> Drafter:
         """The drafter, with defaults for what it does not define."""
-        return self.loop.drafter
+        return self.parts.drafter
 
     @property
     def places(self) -> tuple[Any, Any, Any]:
         """Shapes of the arguments of its functions of a row: state, rows, row."""
         # The engine is made here: its parameters must not be made while something is traced.
-        loop, shape = self.loop, self.shape
+        parts, shape = self.parts, self.shape
         state = jax.eval_shape(lambda: self.drafter.init(shape))
-        rows = jax.eval_shape(lambda: self.rows(loop.init()))
+        rows = jax.eval_shape(lambda: self.rows(init(parts)))
         return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
 
     @property
@@ -451,6 +452,11 @@ class DrafterUnderTest:
         if self.complete.score is not None and not self.complete.uses_target_cache:
             raise NotApplicable("it drafts in the target's pass, which this check does not run")
         return dataclasses.replace(self, is_noise_shared=False, needs_draft_probs=True)
+
+    @functools.cached_property
+    def with_shared_noise(self) -> DrafterUnderTest:
+        """The same with these distributions, where drafts are drawn with the target's noise."""
+        return dataclasses.replace(self.with_probs, is_noise_shared=True)
 
     def draws(
         self,

@@ -14,7 +14,7 @@ import dataclasses
 
 import jax
 
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.settings import Exactness
 from jaxspec.decode.state import form_of
 from jaxspec.errors import SettingError
@@ -33,13 +33,13 @@ def window_buckets(widest: int) -> tuple[int, ...]:
 
 
 def choose_windows(
-    loop: DecodeLoop, *, exactness: Exactness, is_adaptive: bool, keeps_bits: bool
+    parts: RoundParts, *, exactness: Exactness, is_adaptive: bool, keeps_bits: bool
 ) -> tuple[int, ...]:
     """The windows for which an engine compiles rounds, from the narrowest to the widest, which is
-    that of `loop`.
+    that of `parts`.
 
     Args:
-      loop: the engine's loop.
+      parts: the engine's.
       exactness: the requested promise.
       is_adaptive: whether the draft length changes from round to round. If it does not, plain
         decoding is the only narrower window that `bitwise` uses.
@@ -48,42 +48,42 @@ def choose_windows(
     Raises:
       SettingError: `ties`, with a drafter that keeps a state that depends on the window.
     """
-    widest = loop.shape.verify_length
-    if loop.is_plain or not (exactness == "ties" or keeps_bits):
+    widest = parts.shape.verify_length
+    if parts.is_plain or not (exactness == "ties" or keeps_bits):
         return (widest,)
     windows = window_buckets(widest) if exactness == "ties" or is_adaptive else (1, widest)
-    if all(_drafter_state(loop, length) == _drafter_state(loop, widest) for length in windows):
+    if all(_drafter_state(parts, length) == _drafter_state(parts, widest) for length in windows):
         return windows
     if exactness == "ties":
         raise SettingError(
-            f'exactness="ties" was given with the drafter {loop.drafter.name}, which keeps a '
+            f'exactness="ties" was given with the drafter {parts.drafter.name}, which keeps a '
             "state that depends on the window and so cannot be used at several; leave the "
             "exactness out, or make the drafter's `init` independent of `shape.verify_length`."
         )
     return (widest,)
 
 
-def _drafter_state(loop: DecodeLoop, verify_length: int) -> tuple[PyTree, list[tuple]]:
+def _drafter_state(parts: RoundParts, verify_length: int) -> tuple[PyTree, list[tuple]]:
     """The structure, shapes and dtypes of the drafter's state in an engine with this window."""
-    shape = dataclasses.replace(loop.resident_shape, verify_length=verify_length)
-    return form_of(jax.eval_shape(lambda: loop.drafter.init(shape)))
+    shape = dataclasses.replace(parts.resident_shape, verify_length=verify_length)
+    return form_of(jax.eval_shape(lambda: parts.drafter.init(shape)))
 
 
-def keeps_bits_at_every_width(loop: DecodeLoop) -> bool:
-    """Whether the output of `loop` is the same, bit for bit, in every window up to its own: the
+def keeps_bits_at_every_width(parts: RoundParts) -> bool:
+    """Whether the output of `parts` is the same, bit for bit, in every window up to its own: the
     verifier draws the target's own tokens, and the target's bits do not depend on the window. True
     on one device and in the ragged layout only."""
     return (
-        loop.verifier.is_coupled
-        and loop.layout == "ragged"
-        and (loop.drafter.score is None or loop.drafter.score_keeps_bits)
+        parts.verifier.is_coupled
+        and parts.layout == "ragged"
+        and (parts.drafter.score is None or parts.drafter.score_keeps_bits)
         and all(
             is_width_invariant(
-                loop.target,
-                batch_size=loop.shape.batch_size,
-                verify_length=loop.shape.verify_length,
+                parts.target,
+                batch_size=parts.shape.batch_size,
+                verify_length=parts.shape.verify_length,
                 tree_depth=tree_depth,
             )
-            for tree_depth in {0, loop.shape.tree_depth}  # narrow windows may hold chains
+            for tree_depth in {0, parts.shape.tree_depth}  # narrow windows may hold chains
         )
     )

@@ -14,7 +14,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KVCache
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode import loop as decode_loop
+from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.round import draft_and_verify
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.base import Drafter, draft_with, function_params
@@ -26,23 +27,23 @@ from jaxspec.runtime.kinds import first_mismatch, kinds_of
 from jaxspec.types import EngineShape, PyTree
 
 
-def check_parts(loop: DecodeLoop, drafter: Drafter | None) -> None:
-    """Raises `ModelError` unless the loop can run with its target and drafter.
+def check_parts(parts: RoundParts, drafter: Drafter | None) -> None:
+    """Raises `ModelError` unless rounds can run with target and drafter.
 
     Args:
-      loop: the loop, whose drafter has its defaults filled in.
+      parts: the engine's, whose drafter has its defaults filled in.
       drafter: the drafter that the caller gave, or None.
     """
-    models = [loop.target]
+    models = [parts.target]
     if isinstance(drafter, DraftModel):
         models.append(drafter.model)
     for model in models:
         if isinstance(model, LanguageModel):
             model.check_params()
         else:
-            check_model(model, loop.round_shape)
+            check_model(model, parts.round_shape)
     if drafter is not None and not type(drafter).__module__.startswith("jaxspec."):
-        check_drafter(loop)
+        check_drafter(parts)
 
 
 def check_model(model: Model, shape: EngineShape) -> None:
@@ -72,21 +73,21 @@ def check_model(model: Model, shape: EngineShape) -> None:
     _check_same(f"{who} returned from `logits`", logits, expected)
 
 
-def check_drafter(loop: DecodeLoop) -> None:
+def check_drafter(parts: RoundParts) -> None:
     """Raises `ModelError` unless the drafter's functions return what `drafters.base` says."""
-    drafter, params = loop.drafter, loop.params
+    drafter, params = parts.drafter, params_of(parts)
     who, own = f"The drafter {drafter.name}", function_params(drafter, params)
 
-    shape = loop.resident_shape
-    state = jax.eval_shape(loop.init)
+    shape = parts.resident_shape
+    state = jax.eval_shape(lambda: decode_loop.init(parts))
     rows, row = jax.eval_shape(batch_view, state), jax.ShapeDtypeStruct((), jnp.int32)
     for name in ("admit", "catch_up"):
         function = functools.partial(getattr(drafter, name), shape)
         after = jax.eval_shape(function, own, state.drafter, rows, row)
         _check_same(f"{who} returned from `{name}` a state with", after, state.drafter)
 
-    shape = loop.round_shape
-    state = jax.eval_shape(lambda: loop.empty(shape))
+    shape = parts.round_shape
+    state = jax.eval_shape(lambda: decode_loop.empty(parts, shape))
     rows = jax.eval_shape(functools.partial(batch_view, is_chain=drafter.is_chain), state)
     if drafter.uses_target_cache:
         propose = functools.partial(drafter.propose, shape)
@@ -111,7 +112,7 @@ def check_drafter(loop: DecodeLoop) -> None:
     found = {name: getattr(draft, name) for name in expected}
     _check_same(f"{who} returned a draft with", found, expected)
 
-    info, _, after = jax.eval_shape(functools.partial(draft_and_verify, loop), params, state)
+    info, _, after = jax.eval_shape(functools.partial(draft_and_verify, parts), params, state)
     commit = functools.partial(drafter.commit, shape)
     after = jax.eval_shape(commit, own, after, rows, info)
     _check_same(f"{who} returned from `commit` a state with", after, state.drafter)

@@ -18,19 +18,17 @@ row goes with it.
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache.pages import BLOCK, AlignedTable, KVCache
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import Admission, admit_row, batch_view, has_rows, mark_prefilled
-from jaxspec.drafters.base import DrafterBase, function_params
+from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.types import DecodeState, PyTree
-
-if TYPE_CHECKING:
-    from jaxspec.decode.loop import DecodeLoop
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -66,14 +64,14 @@ class StoredRow:
         return StoredRow(pages=pages, rest=rest)
 
 
-def keeps_prefixes(drafter: DrafterBase) -> bool:
+def keeps_prefixes(drafter: Drafter) -> bool:
     """Whether a drafter can keep the beginning of a row (`rewind`). One that cannot starts from
     scratch, as with a new request."""
-    return getattr(drafter.rewind, "__func__", None) is not DrafterBase.rewind
+    return getattr(drafter.rewind, "__func__", None) is not Drafter.rewind
 
 
 def continue_row(
-    loop: DecodeLoop,
+    parts: RoundParts,
     params: PyTree,
     state: DecodeState,
     row: jax.Array,
@@ -84,7 +82,7 @@ def continue_row(
     """State with a request in row `row`, which already holds the beginning of the prompt.
 
     Args:
-      loop: the engine's loop, in the ragged layout.
+      parts: the engine's, in the ragged layout.
       params: those of target and drafter.
       state: that of the resident rows.
       row: int32 scalar.
@@ -95,9 +93,9 @@ def continue_row(
         that pairs a token's feature with the token after it has to see the last kept token again.
     """
     state = mark_prefilled(admit_row(state, row, admission), row, start)
-    drafter, own = loop.drafter, function_params(loop.drafter, params)
+    drafter, own = parts.drafter, function_params(parts.drafter, params)
     rows = batch_view(state, is_chain=drafter.is_chain)
-    arguments = loop.resident_shape, own, state.drafter, rows, row
+    arguments = parts.resident_shape, own, state.drafter, rows, row
     if keeps_prefixes(drafter):
         return state.replace(drafter=drafter.rewind(*arguments, num_kept))
     return state.replace(drafter=drafter.admit(*arguments))
@@ -174,20 +172,3 @@ def shape_of_page(state: DecodeState) -> PyTree:
     """Shapes of what `take_page` returns for a state (or for its shapes)."""
     number = jax.ShapeDtypeStruct((), jnp.int32)
     return jax.eval_shape(take_page, state, number, number)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowFunctions:
-    """The functions above for one loop; `ShardedLoop` has them for all shards of a mesh."""
-
-    loop: DecodeLoop
-    take_page = staticmethod(take_page)
-    put_page = staticmethod(put_page)
-    take_rest = staticmethod(take_rest)
-    put_rest = staticmethod(put_rest)
-
-    def continue_row(
-        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: Any
-    ) -> DecodeState:
-        """See `continue_row` of this module."""
-        return continue_row(self.loop, params, state, row, *arguments)

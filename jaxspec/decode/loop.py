@@ -13,12 +13,11 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.cache import layouts
-from jaxspec.cache.layouts import Layout
+from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.plain import plain_round
 from jaxspec.decode.round import speculative_round
 from jaxspec.decode.state import (
     Admission,
-    LogprobsConfig,
     admit_row,
     batch_view,
     empty_state,
@@ -26,248 +25,167 @@ from jaxspec.decode.state import (
     put_rows,
     take_rows,
 )
-from jaxspec.drafters.base import DrafterBase, NoDrafter, function_params
-from jaxspec.models.base import Model
+from jaxspec.drafters.base import function_params
 from jaxspec.models.prefill import prefill_chunk
-from jaxspec.schedulers.base import Scheduler
-from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import DecodeState, EngineShape, PyTree
-from jaxspec.verifiers.base import Verifier
-from jaxspec.verifiers.coupled import Coupled
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class DecodeLoop:
-    """The pure functions of one engine, for `jax.jit` with the state donated.
+def init(parts: RoundParts) -> DecodeState:
+    """State with every row empty."""
+    return empty(parts, parts.resident_shape)
 
-    `params` is everywhere `{"target": ..., "drafter": ...}`. Without a drafter the window has one
-    token and every round is a plain step.
 
-    Attributes:
-      target: the model whose output is decoded.
-      drafter: what proposes tokens.
-      verifier: what decides how much of a draft is kept.
-      scheduler: which rows take part in a round.
-      shape: that of the batch, with the widest window that the state is used with.
-      num_stop_tokens: room for stop tokens per row.
-      layout: that of the target's cache; a drafter with a cache of its own chooses that one's
-        layout.
-      logprobs: which log-probabilities are kept, if any.
-      trace: what is recorded of each round, if anything.
-      verify_length: tokens scored per round by this loop, at most `shape.verify_length`, which is
-        the default; see `at`.
+def empty(parts: RoundParts, shape: EngineShape) -> DecodeState:
+    """State of `shape.batch_size` empty rows."""
+    num_slots = shape.max_length + parts.drafter.num_scratch_slots(shape)
+    cache = parts.target.init_cache(shape.batch_size, num_slots)
+    return empty_state(
+        shape,
+        num_stop_tokens=parts.num_stop_tokens,
+        cache=layouts.to_layout(cache, layout=parts.layout),
+        drafter=parts.drafter.init(shape),
+        draft_depth=parts.draft_depth,
+        logprobs=parts.logprobs,
+        trace=parts.trace,
+    )
+
+
+def admit(
+    parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
+) -> DecodeState:
+    """State with a request in row `row`; its prompt is still to be prefilled."""
+    state = admit_row(state, row, admission)
+    return _tell_drafter(parts, parts.drafter.admit, params, state, row)
+
+
+def prefill(
+    parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+) -> DecodeState:
+    """State after one chunk of a row's prompt, read by the target and by the drafter."""
+    return catch_up(parts, params, prefill_target(parts, params, state, row, start), row)
+
+
+def prefill_target(
+    parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+) -> DecodeState:
+    """State after one chunk of a row's prompt was prefilled by the target only. The drafter
+    lags, but a drafter with taps sees the target's features."""
+    stop = jnp.minimum(start + parts.shape.prefill_chunk, state.num_committed[row] - 1)
+    cache, features = prefill_chunk(
+        parts.target,
+        params["target"],
+        state.cache,
+        state.tokens,
+        row=row,
+        start=start,
+        stop=stop,
+        chunk=parts.shape.prefill_chunk,
+        taps=parts.drafter.taps,
+    )
+    state = mark_prefilled(state.replace(cache=cache), row, stop)
+    if features is None:
+        return state
+    return _tell_drafter(parts, parts.drafter.observe, params, state, row, start, stop, features)
+
+
+def catch_up(parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
+    """State after the drafter has read one chunk of a row's tokens that it had not seen."""
+    return _tell_drafter(parts, parts.drafter.catch_up, params, state, row)
+
+
+def _tell_drafter(parts: RoundParts, function, params: PyTree, state: DecodeState, *arguments):
+    """State after one of the drafter's functions on the resident rows."""
+    own = function_params(parts.drafter, params)
+    rows = batch_view(state, is_chain=parts.drafter.is_chain)
+    drafter = function(parts.resident_shape, own, state.drafter, rows, *arguments)
+    return state.replace(drafter=drafter)
+
+
+def lag(parts: RoundParts, state: DecodeState) -> jax.Array:
+    """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
+    found = parts.drafter.lag(state.drafter, batch_view(state))
+    return jnp.zeros_like(state.num_committed) if found is None else found
+
+
+def one_round(parts: RoundParts, params: PyTree, state: DecodeState) -> DecodeState:
+    """One round of the rows of a batch."""
+    decode = plain_round if parts.is_plain else speculative_round
+    return decode(parts, params, state)
+
+
+def run(
+    parts: RoundParts,
+    params: PyTree,
+    state: DecodeState,
+    num_rounds: jax.Array,
+    min_running: jax.Array,
+) -> DecodeState:
+    """State after `num_rounds` rounds, or after fewer if less than `min_running` rows are left.
+
+    If more rows are resident than a batch has, a batch is decoded until the scheduler would
+    choose other rows. Only then is it put back and another one taken, so the cost of a round is
+    the same.
     """
+    num_rows, batch_size = state.num_committed.shape[0], parts.shape.batch_size
 
-    target: Model
-    drafter: DrafterBase = dataclasses.field(default_factory=NoDrafter)
-    verifier: Verifier = dataclasses.field(default_factory=Coupled)
-    scheduler: Scheduler
-    shape: EngineShape
-    num_stop_tokens: int
-    layout: Layout = "ragged"
-    logprobs: LogprobsConfig | None = None
-    trace: TraceConfig | None = None
-    verify_length: int | None = None
+    def is_unfinished(carry):
+        index, state = carry
+        return (index < num_rounds) & (_num_running(state) >= min_running)
 
-    @property
-    def params(self) -> PyTree:
-        """The parameters of target and drafter."""
-        return {"target": self.target.params, "drafter": self.drafter.params}
+    if num_rows == batch_size:
+        return _decode(parts, params, state, jnp.int32(0), is_unfinished)[1]
 
-    @property
-    def resident_shape(self) -> EngineShape:
-        """The shape of the state, whose rows are all resident ones and not only those of the
-        batch."""
-        num_rows = self.scheduler.num_residents(self.shape.batch_size)
-        return dataclasses.replace(self.shape, batch_size=num_rows)
+    def regroup_and_decode(carry):
+        first, state = carry
+        rows = parts.scheduler.choose(state, batch_size)
+        batch = take_rows(state, rows)
+        num_waiting = _num_running(state) - _num_running(batch)
 
-    @property
-    def round_shape(self) -> EngineShape:
-        """The shape of a round of this loop."""
-        verify_length = self.verify_length or self.shape.verify_length
-        return dataclasses.replace(self.shape, verify_length=verify_length)
+        def should_continue(carry):
+            index, batch = carry
+            num_running = _num_running(batch)
+            is_wanted = (index < num_rounds) & (num_running + num_waiting >= min_running)
+            if parts.scheduler.regroups:
+                return is_wanted & (index == first)
+            return is_wanted & ((num_running == batch_size) | (num_waiting == 0))
 
-    @property
-    def draft_depth(self) -> int:
-        """D, the greatest depth of a draft."""
-        num_nodes, max_depth = self.shape.num_nodes, self.drafter.max_depth
-        return num_nodes if max_depth is None else min(max_depth, num_nodes)
+        index, batch = _decode(parts, params, batch, first, should_continue)
+        return index, put_rows(state, rows, batch)
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether rounds are plain steps."""
-        return self.round_shape.verify_length == 1
+    return lax.while_loop(is_unfinished, regroup_and_decode, (jnp.int32(0), state))[1]
 
-    @property
-    def longest_prompt(self) -> int:
-        """The most prompt tokens that leave room for one round."""
-        return layouts.longest_prompt(
-            self.layout,
-            max_length=self.shape.max_length,
-            verify_length=self.shape.verify_length,
-        )
 
-    def with_variant(self, variant: int) -> DecodeLoop:
-        """The same loop over the same state, with rounds of one of the drafter's `variants`; 0 is
-        the drafter itself."""
-        if variant == 0:
-            return self
-        return dataclasses.replace(self, drafter=self.drafter.variants[variant - 1])
+def _decode(
+    parts: RoundParts, params: PyTree, state: DecodeState, index: jax.Array, should_continue
+):
+    """Rounds of one batch, counted from `index`, while `should_continue((index, state))`.
 
-    def at(self, verify_length: int) -> DecodeLoop:
-        """The same loop over the same state, with rounds of `verify_length` tokens.
+    Rows of an aligned cache are aligned when they enter the batch. If the scheduler keeps them
+    there, they are also aligned after every round, as in EQSPEC. If it regroups, they are not,
+    because the rows that it groups next may already be aligned (EXSPEC). A ragged cache needs
+    no alignment.
+    """
+    regroups = parts.scheduler.regroups
 
-        A narrower window is laid out for what the drafter drafts in it: if these are chains, for no
-        trees.
-        """
-        if verify_length == self.shape.verify_length:
-            return self
-        drafter, shape = self.drafter, self.shape
-        if verify_length > 1:
-            drafter = drafter.within(verify_length - 1)
-        if drafter.is_chain and not self.drafter.is_chain:
-            shape = dataclasses.replace(shape, tree_depth=0)
-        return dataclasses.replace(self, drafter=drafter, shape=shape, verify_length=verify_length)
-
-    def init(self) -> DecodeState:
-        """State with every row empty."""
-        return self.empty(self.resident_shape)
-
-    def empty(self, shape: EngineShape) -> DecodeState:
-        """State of `shape.batch_size` empty rows."""
-        num_slots = shape.max_length + self.drafter.num_scratch_slots(shape)
-        cache = self.target.init_cache(shape.batch_size, num_slots)
-        return empty_state(
-            shape,
-            num_stop_tokens=self.num_stop_tokens,
-            cache=layouts.to_layout(cache, layout=self.layout),
-            drafter=self.drafter.init(shape),
-            draft_depth=self.draft_depth,
-            logprobs=self.logprobs,
-            trace=self.trace,
-        )
-
-    def admit(
-        self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
-    ) -> DecodeState:
-        """State with a request in row `row`; its prompt is still to be prefilled."""
-        state = admit_row(state, row, admission)
-        return self._tell_drafter(self.drafter.admit, params, state, row)
-
-    def prefill(
-        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
-    ) -> DecodeState:
-        """State after one chunk of a row's prompt, read by the target and by the drafter."""
-        return self.catch_up(params, self.prefill_target(params, state, row, start), row)
-
-    def prefill_target(
-        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
-    ) -> DecodeState:
-        """State after one chunk of a row's prompt was prefilled by the target only. The drafter
-        lags, but a drafter with taps sees the target's features."""
-        stop = jnp.minimum(start + self.shape.prefill_chunk, state.num_committed[row] - 1)
-        cache, features = prefill_chunk(
-            self.target,
-            params["target"],
-            state.cache,
-            state.tokens,
-            row=row,
-            start=start,
-            stop=stop,
-            chunk=self.shape.prefill_chunk,
-            taps=self.drafter.taps,
-        )
-        state = mark_prefilled(state.replace(cache=cache), row, stop)
-        if features is None:
-            return state
-        return self._tell_drafter(self.drafter.observe, params, state, row, start, stop, features)
-
-    def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
-        """State after the drafter has read one chunk of a row's tokens that it had not seen."""
-        return self._tell_drafter(self.drafter.catch_up, params, state, row)
-
-    def _tell_drafter(self, function, params: PyTree, state: DecodeState, *arguments):
-        """State after one of the drafter's functions on the resident rows."""
-        own = function_params(self.drafter, params)
-        rows = batch_view(state, is_chain=self.drafter.is_chain)
-        drafter = function(self.resident_shape, own, state.drafter, rows, *arguments)
-        return state.replace(drafter=drafter)
-
-    def lag(self, state: DecodeState) -> jax.Array:
-        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
-        lag = self.drafter.lag(state.drafter, batch_view(state))
-        return jnp.zeros_like(state.num_committed) if lag is None else lag
-
-    def round(self, params: PyTree, state: DecodeState) -> DecodeState:
-        """One round of the rows of a batch."""
-        one_round = plain_round if self.is_plain else speculative_round
-        return one_round(self, params, state)
-
-    def run(
-        self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
-    ) -> DecodeState:
-        """State after `num_rounds` rounds, or after fewer if less than `min_running` rows are left.
-
-        If more rows are resident than a batch has, a batch is decoded until the scheduler would
-        choose other rows. Only then is it put back and another one taken, so the cost of a round is
-        the same.
-        """
-        num_rows, batch_size = state.num_committed.shape[0], self.shape.batch_size
-
-        def is_unfinished(carry):
-            index, state = carry
-            return (index < num_rounds) & (_num_running(state) >= min_running)
-
-        if num_rows == batch_size:
-            return self._decode(params, state, jnp.int32(0), is_unfinished)[1]
-
-        def regroup_and_decode(carry):
-            first, state = carry
-            rows = self.scheduler.choose(state, batch_size)
-            batch = take_rows(state, rows)
-            num_waiting = _num_running(state) - _num_running(batch)
-
-            def should_continue(carry):
-                index, batch = carry
-                num_running = _num_running(batch)
-                is_wanted = (index < num_rounds) & (num_running + num_waiting >= min_running)
-                if self.scheduler.regroups:
-                    return is_wanted & (index == first)
-                return is_wanted & ((num_running == batch_size) | (num_waiting == 0))
-
-            index, batch = self._decode(params, batch, first, should_continue)
-            return index, put_rows(state, rows, batch)
-
-        return lax.while_loop(is_unfinished, regroup_and_decode, (jnp.int32(0), state))[1]
-
-    def _decode(self, params: PyTree, state: DecodeState, index: jax.Array, should_continue):
-        """Rounds of one batch, counted from `index`, while `should_continue((index, state))`.
-
-        Rows of an aligned cache are aligned when they enter the batch. If the scheduler keeps them
-        there, they are also aligned after every round, as in EQSPEC. If it regroups, they are not,
-        because the rows that it groups next may already be aligned (EXSPEC). A ragged cache needs
-        no alignment.
-        """
-        regroups = self.scheduler.regroups
-
-        def body(carry):
-            index, state = carry
-            was_active = state.is_running
-            if regroups:
-                state = self._align(count_lengths(state, was_active))
-            state = count_round(self.round(params, state), was_active)
-            if not regroups:
-                state = self._align(count_lengths(state, was_active))
-            return index + 1, state
-
+    def body(carry):
+        index, state = carry
+        was_active = state.is_running
+        if regroups:
+            state = _align(parts, count_lengths(state, was_active))
+        state = count_round(one_round(parts, params, state), was_active)
         if not regroups:
-            state = self._align(state)
-        return lax.while_loop(should_continue, body, (index, state))
+            state = _align(parts, count_lengths(state, was_active))
+        return index + 1, state
 
-    def _align(self, state: DecodeState) -> DecodeState:
-        return layouts.align(
-            state, max_length=self.shape.max_length, verify_length=self.shape.verify_length
-        )
+    if not regroups:
+        state = _align(parts, state)
+    return lax.while_loop(should_continue, body, (index, state))
+
+
+def _align(parts: RoundParts, state: DecodeState) -> DecodeState:
+    return layouts.align(
+        state, max_length=parts.shape.max_length, verify_length=parts.shape.verify_length
+    )
 
 
 def _num_running(state: DecodeState) -> jax.Array:
@@ -302,3 +220,67 @@ def count_lengths(state: DecodeState, was_active: jax.Array) -> DecodeState:
             num_grouped_rows=schedule.num_grouped_rows + num_alike,
         )
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class DecodeLoop:
+    """The functions above for some parts on one device, for `jax.jit` with the state donated;
+    `sharded.ShardedLoop` has them for all shards of a mesh."""
+
+    parts: RoundParts
+
+    @property
+    def params(self) -> PyTree:
+        """The parameters of target and drafter."""
+        return params_of(self.parts)
+
+    @property
+    def resident_shape(self) -> EngineShape:
+        """The shape of the state."""
+        return self.parts.resident_shape
+
+    def init(self) -> DecodeState:
+        """State with every row empty."""
+        return init(self.parts)
+
+    def admit(
+        self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
+    ) -> DecodeState:
+        """State with a request in row `row`; its prompt is still to be prefilled."""
+        return admit(self.parts, params, state, row, admission)
+
+    def prefill(
+        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    ) -> DecodeState:
+        """State after one chunk of a row's prompt."""
+        return prefill(self.parts, params, state, row, start)
+
+    def prefill_target(
+        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    ) -> DecodeState:
+        """`prefill` for the target only."""
+        return prefill_target(self.parts, params, state, row, start)
+
+    def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
+        """State after the drafter has read one chunk of a row's tokens that it had not seen."""
+        return catch_up(self.parts, params, state, row)
+
+    def lag(self, state: DecodeState) -> jax.Array:
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
+        return lag(self.parts, state)
+
+    def run(
+        self, params: PyTree, state: DecodeState, num_rounds: jax.Array, min_running: jax.Array
+    ) -> DecodeState:
+        """State after `num_rounds` rounds, or fewer."""
+        return run(self.parts, params, state, num_rounds, min_running)
+
+    def on_row(
+        self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
+    ) -> DecodeState:
+        """`function(params, state, row, *arguments)`, where the row is."""
+        return function(params, state, row, *arguments)
+
+    def of_row(self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array) -> PyTree:
+        """What `function(state, row, *arguments)` returns, where the row is."""
+        return function(state, row, *arguments)

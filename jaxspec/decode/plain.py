@@ -9,12 +9,11 @@ equal, bit for bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax.numpy as jnp
 
 from jaxspec import sampling
 from jaxspec.cache import layouts
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.base import function_params
@@ -34,11 +33,8 @@ from jaxspec.types import (
     chain_parents,
 )
 
-if TYPE_CHECKING:
-    from jaxspec.decode.loop import DecodeLoop
 
-
-def plain_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
+def plain_round(parts: RoundParts, params: PyTree, state: DecodeState) -> DecodeState:
     """The state with one more token in every running row. The drafter does nothing, but a drafter
     that reads the target sees the token as a round without drafts, so that it never lags."""
     drafter = parts.drafter

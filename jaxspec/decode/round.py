@@ -15,13 +15,12 @@ token (`plain`), with the same bits; see `buckets`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import layouts
 from jaxspec.cache.pages import commit_path
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
 from jaxspec.drafters.base import draft_with, function_params
@@ -41,11 +40,8 @@ from jaxspec.types import (
     Window,
 )
 
-if TYPE_CHECKING:
-    from jaxspec.decode.loop import DecodeLoop
 
-
-def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> DecodeState:
+def speculative_round(parts: RoundParts, params: PyTree, state: DecodeState) -> DecodeState:
     """The state after one round of the rows in it."""
     drafter = parts.drafter
     info, cache, drafter_state = draft_and_verify(parts, params, state)
@@ -58,7 +54,7 @@ def speculative_round(parts: DecodeLoop, params: PyTree, state: DecodeState) -> 
 
 
 def draft_and_verify(
-    parts: DecodeLoop, params: PyTree, state: DecodeState
+    parts: RoundParts, params: PyTree, state: DecodeState
 ) -> tuple[RoundInfo, PyTree, PyTree]:
     """The result of a round before it is committed, the target's cache with the accepted path in
     place, and the drafter's state."""
@@ -86,7 +82,7 @@ def draft_and_verify(
 
 
 def propose(
-    parts: DecodeLoop, params: PyTree, state: DecodeState, rows: BatchView
+    parts: RoundParts, params: PyTree, state: DecodeState, rows: BatchView
 ) -> tuple[Draft, PyTree, PyTree]:
     """The draft without nodes beyond a row's limit, the drafter's state, and the target's cache, in
     which the drafter may have written to uncommitted slots."""
@@ -106,7 +102,7 @@ def propose(
 
 
 def score(
-    parts: DecodeLoop,
+    parts: RoundParts,
     params: PyTree,
     drafter_state: PyTree,
     rows: BatchView,

@@ -1,4 +1,4 @@
-"""Makes the decode loop that the settings describe, and checks that they fit together."""
+"""What settings may be, and what follows from them."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from typing import Any, Literal, TypeAlias, get_args
 import jax
 
 from jaxspec.cache import pages as kv
-from jaxspec.cache.layouts import Layout, check_layout
-from jaxspec.decode.checks import check_parts
-from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.state import LogprobsConfig, check_rows
-from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError, warn_once
-from jaxspec.models.base import Model, check_taps
+from jaxspec.models.base import Model
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.values import LARGEST_COUNT, is_one_of, refusal, shown, whole_number
-from jaxspec.schedulers import Scheduler
-from jaxspec.telemetry.trace import TraceConfig
-from jaxspec.types import EngineShape, PyTree
-from jaxspec.verifiers import Verifier
+from jaxspec.types import PyTree
 
 _log = logging.getLogger(__name__)
 
@@ -34,117 +27,6 @@ MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 # For a request whose draft is longer than its engine allows.
 LONGER_DRAFTS = "lower it, or make the engine with a larger draft_length"
 PINNED = "pinned_host"  # JAX's name of that kind of memory
-
-
-def make_loop(
-    target: Model,
-    drafter: Drafter | None,
-    *,
-    verifier: Verifier,
-    scheduler: Scheduler,
-    draft_length: int | None,
-    verify_length: int | None,
-    tree_depth: int | None = None,
-    batch_size: int,
-    max_length: int,
-    prefill_chunk: int,
-    layout: Layout = "ragged",
-    logprobs: LogprobsConfig | None = None,
-    trace: TraceConfig | None = None,
-) -> DecodeLoop:
-    """The loop for an engine's settings; without a drafter it decodes plainly. The default draft
-    length is the drafter's own, and the default verify length is one more than the draft length.
-
-    Raises:
-      SettingError: a setting out of range, or two that contradict each other.
-      ModelError: the drafter cannot draft for the target, or one of them returns arrays with dtypes
-        or shapes that the loop does not take; see `decode.checks`.
-    """
-    check_layout(layout)
-    batch_size = whole_number("batch_size", batch_size, least=1)
-    max_length = whole_number("max_length", max_length, least=1)
-    if draft_length is not None:
-        draft_length = whole_number("draft_length", draft_length)
-    if verify_length is not None:
-        verify_length = whole_number("verify_length", verify_length, least=1)
-    if tree_depth is not None:
-        tree_depth = whole_number("tree_depth", tree_depth, least=0)
-    if batch_size * max_length > LARGEST_NUM_SLOTS:
-        raise SettingError(
-            f"batch_size {batch_size} and max_length {max_length} were given; their product may be "
-            f"at most {LARGEST_NUM_SLOTS}, so lower one of them."
-        )
-    longest_chunk = max(LARGEST_CHUNK, kv.round_up_to_block(max_length))
-    prefill_chunk = whole_number("prefill_chunk", prefill_chunk, least=1, most=longest_chunk)
-    if drafter is None:
-        if not verifier.is_coupled:
-            raise SettingError(
-                f"The verifier {verifier.name} was given without a drafter, so there is nothing to "
-                "verify; leave it out or give a drafter."
-            )
-        if verify_length not in (None, 1):
-            raise SettingError(
-                f"A verify_length of {verify_length} was given without a drafter; plain decoding "
-                "scores one token per step, so leave it out or give a drafter."
-            )
-        verify_length, tree_depth, given = 1, 0, ""
-    else:
-        verify_length, given = choose_verify_length(drafter, draft_length, verify_length)
-        drafter.check(target)
-        check_taps(target, with_defaults(drafter).taps, f"The drafter {drafter.name}")
-        if not (drafter.is_chain or verifier.takes_trees):
-            raise SettingError(
-                f"The drafter {drafter.name} drafts trees, and the verifier {verifier.name} takes "
-                "chains only; use the coupled verifier, rejection or typical."
-            )
-        if with_defaults(drafter).prunes_by_token and verifier.needs_draft_probs:
-            raise SettingError(
-                f"The drafter {drafter.name} leaves out nodes because of their own tokens, which "
-                f"would bias the output of the verifier {verifier.name}; use the coupled verifier, "
-                "or a tree whose nodes do not depend on the tokens drawn for them."
-            )
-        if layout == "aligned" and with_defaults(drafter).uses_target_cache:
-            raise SettingError(
-                f"The drafter {drafter.name} writes to the target's cache, which the layout "
-                "'aligned' would move; use the layout 'ragged' with it."
-            )
-        kv_window = getattr(drafter, "kv_window", None)
-        if layout == "aligned" and kv_window is not None:
-            raise SettingError(
-                f"The layout 'aligned' and a kv_window of {kv_window} were given; that layout "
-                "compares with published systems, whose draft models keep all KV, so use the "
-                "layout 'ragged' with it."
-            )
-        tree_depth = choose_tree_depth(with_defaults(drafter), verify_length - 1, tree_depth)
-    records_tokens = trace is not None and trace.has_tokens
-    shape = EngineShape(
-        batch_size=batch_size,
-        max_length=kv.round_up_to_block(max_length),
-        verify_length=verify_length,
-        prefill_chunk=prefill_chunk,
-        vocab_size=target.vocab_size,
-        tree_depth=tree_depth,
-        is_noise_shared=verifier.is_noise_shared,
-        needs_draft_probs=verifier.needs_draft_probs or records_tokens,
-        needs_greedy_probs=records_tokens,
-    )
-    loop = DecodeLoop(
-        target=target,
-        drafter=NoDrafter() if drafter is None else with_defaults(drafter).for_target(target),
-        verifier=verifier,
-        scheduler=scheduler,
-        shape=shape,
-        num_stop_tokens=MAX_STOP_TOKENS,
-        layout=layout,
-        logprobs=logprobs,
-        trace=trace,
-    )
-    if loop.longest_prompt < 1:
-        raise does_not_fit(given, verify_length, max_length)
-    state = jax.eval_shape(lambda: loop.drafter.init(loop.resident_shape))
-    check_rows(loop.drafter.name, state, loop.resident_shape.batch_size)
-    check_parts(loop, drafter)
-    return loop
 
 
 def as_draft_length(draft_length: Any) -> DraftLength | None:
@@ -270,7 +152,7 @@ def check_draft_length(
         )
 
 
-def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
+def check_num_nodes(drafter: Drafter, draft_length: int) -> None:
     """Raises `SettingError` if a drafter is asked for more nodes than it can draft: rounds would
     verify a wider window in vain."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
@@ -283,11 +165,11 @@ def check_num_nodes(drafter: DrafterBase, draft_length: int) -> None:
 
 def default_draft_length(drafter: Drafter | None) -> int:
     """The number of nodes that a drafter drafts by default."""
-    num_nodes = None if drafter is None else with_defaults(drafter).num_nodes
+    num_nodes = None if drafter is None else drafter.num_nodes
     return DEFAULT_DRAFT_LENGTH if num_nodes is None else num_nodes
 
 
-def choose_tree_depth(drafter: DrafterBase, num_nodes: int, tree_depth: int | None) -> int:
+def choose_tree_depth(drafter: Drafter, num_nodes: int, tree_depth: int | None) -> int:
     """`EngineShape.tree_depth` for a drafter with `num_nodes` nodes: the requested depth, or by
     default that of its trees, 0 for chains.
 

@@ -28,8 +28,8 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache.pages import KVCache, LayerCache
-from jaxspec.decode import kept
 from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.state import Admission, has_rows
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import splittable
@@ -107,26 +107,31 @@ def _is_cache(node: PyTree) -> bool:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedLoop:
-    """A loop with the same functions for all shards of a mesh.
+    """The functions of `decode.loop` for all shards of a mesh.
 
     They are for `jax.jit` with the state donated and `out_shardings=state_shardings`, and with
     parameters that `place` has put on the devices. Where they take a number of rows, an array `[D]`
     has one for each data shard.
 
     Attributes:
-      loop: that of one shard; its `shape.batch_size` is per shard.
+      parts: those of one shard; their `shape.batch_size` is per shard.
       mesh: as `check_mesh` returns it.
     """
 
-    loop: DecodeLoop
+    parts: RoundParts
     mesh: Mesh
 
     @property
     def params(self) -> PyTree:
-        """The loop's parameters, on whatever devices they are; see `place`. Weights that are split
+        """The parameters, on whatever devices they are; see `place`. Weights that are split
         over devices are not packed."""
-        params = self.loop.params
+        params = params_of(self.parts)
         return splittable(params) if self.mesh.shape[MODEL] > 1 else params
+
+    @property
+    def _of_shard(self) -> DecodeLoop:
+        """The functions of one shard."""
+        return DecodeLoop(self.parts)
 
     @property
     def num_shards(self) -> int:
@@ -136,13 +141,13 @@ class ShardedLoop:
     @property
     def rows_per_shard(self) -> int:
         """The number of rows that each shard holds, in the batch or waiting."""
-        return self.loop.resident_shape.batch_size
+        return self.parts.resident_shape.batch_size
 
     @property
     def resident_shape(self) -> EngineShape:
         """The shape of the state: the rows of all shards."""
         return dataclasses.replace(
-            self.loop.resident_shape, batch_size=self.num_shards * self.rows_per_shard
+            self.parts.resident_shape, batch_size=self.num_shards * self.rows_per_shard
         )
 
     @functools.cached_property
@@ -154,8 +159,8 @@ class ShardedLoop:
             vocabulary.
         """
         return {
-            "target": param_shardings(self.loop.target, self.mesh),
-            "drafter": param_shardings(self.loop.drafter, self.mesh),
+            "target": param_shardings(self.parts.target, self.mesh),
+            "drafter": param_shardings(self.parts.drafter, self.mesh),
         }
 
     def place(self, params: PyTree) -> PyTree:
@@ -182,9 +187,9 @@ class ShardedLoop:
 
             return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, LayerCache))
 
-        state = jax.eval_shape(self.loop.init)
+        state = jax.eval_shape(self._of_shard.init)
         return of(state, None).replace(
-            cache=of(state.cache, self.loop.target), drafter=of(state.drafter, self.loop.drafter)
+            cache=of(state.cache, self.parts.target), drafter=of(state.drafter, self.parts.drafter)
         )
 
     def params_of_device(self) -> PyTree:
@@ -204,7 +209,7 @@ class ShardedLoop:
 
     @functools.cached_property
     def _is_per_row(self) -> PyTree:
-        return has_rows(jax.eval_shape(self.loop.init))
+        return has_rows(jax.eval_shape(self._of_shard.init))
 
     def _inside(self, state: DecodeState) -> DecodeState:
         """One shard's part of the state, in the form that the loop uses."""
@@ -236,50 +241,14 @@ class ShardedLoop:
 
     def init(self) -> DecodeState:
         """State with every row empty."""
-        return self._on_shards(lambda: self._outside(self.loop.init()), ())()
+        return self._on_shards(lambda: self._outside(self._of_shard.init()), ())()
 
     def admit(
         self, params: PyTree, state: DecodeState, row: jax.Array, admission: Admission
     ) -> DecodeState:
         """State with a request in row `row` (int32 scalar, numbered across all shards); its prompt
         is still to be prefilled."""
-        return self._on_row(self.loop.admit, params, state, row, admission)
-
-    def continue_row(
-        self, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
-    ) -> DecodeState:
-        """`kept.continue_row` for a row numbered across all shards."""
-
-        def continue_row(params, state, row, *arguments):
-            return kept.continue_row(self.loop, params, state, row, *arguments)
-
-        return self._on_row(continue_row, params, state, row, *arguments)
-
-    def take_page(self, state: DecodeState, row: jax.Array, index: jax.Array) -> PyTree:
-        """`kept.take_page` for a row numbered across all shards."""
-        return self._of_row(kept.take_page, state, row, index)
-
-    def take_rest(self, state: DecodeState, row: jax.Array) -> PyTree:
-        """`kept.take_rest` for a row numbered across all shards."""
-        return self._of_row(kept.take_rest, state, row)
-
-    def put_page(
-        self, state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
-    ) -> DecodeState:
-        """`kept.put_page` for a row numbered across all shards."""
-
-        def put_page(_, state, row, index, pages):
-            return kept.put_page(state, row, index, pages)
-
-        return self._on_row(put_page, (), state, row, index, pages)
-
-    def put_rest(self, state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
-        """`kept.put_rest` for a row numbered across all shards."""
-
-        def put_rest(_, state, row, rest):
-            return kept.put_rest(state, row, rest)
-
-        return self._on_row(put_rest, (), state, row, rest)
+        return self.on_row(self._of_shard.admit, params, state, row, admission)
 
     def prefill(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
@@ -290,20 +259,20 @@ class ShardedLoop:
           rows: `[D]` int32, a row number local to each shard; -1 prefills nothing there.
           starts: `[D]` int32, the chunk's first token.
         """
-        return self._on_rows(self.loop.prefill, params, state, rows, starts)
+        return self._on_rows(self._of_shard.prefill, params, state, rows, starts)
 
     def prefill_target(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
         """`prefill` for the target only."""
-        return self._on_rows(self.loop.prefill_target, params, state, rows, starts)
+        return self._on_rows(self._of_shard.prefill_target, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
         """State after the drafter has read, on each shard, one chunk of a row's tokens that it had
         not seen."""
 
         def catch_up(params, state, row, _):
-            return self.loop.catch_up(params, state, row)
+            return self._of_shard.catch_up(params, state, row)
 
         return self._on_rows(catch_up, params, state, rows, rows)
 
@@ -311,11 +280,11 @@ class ShardedLoop:
         """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""
 
         def on_shard(state):
-            return self.loop.lag(self._inside(state))
+            return self._of_shard.lag(self._inside(state))
 
         return self._on_shards(on_shard, (P(DATA),))(state)
 
-    def _on_row(
+    def on_row(
         self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
     ) -> DecodeState:
         """`function(params, state, row, *arguments)` on the shard that has the row."""
@@ -330,9 +299,7 @@ class ShardedLoop:
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(), P()))
         return on_shards(params, state, is_here, row % self.rows_per_shard, arguments)
 
-    def _of_row(
-        self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array
-    ) -> PyTree:
+    def of_row(self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array) -> PyTree:
         """What `function(state, row, *arguments)` returns on the shard that has the row."""
 
         def on_shard(state, row, arguments):
@@ -363,7 +330,7 @@ class ShardedLoop:
         `min_running` (`[D]` int32) rows are left."""
 
         def on_shard(params, state, num_rounds, min_running):
-            state = self.loop.run(params, self._inside(state), num_rounds, min_running[0])
+            state = self._of_shard.run(params, self._inside(state), num_rounds, min_running[0])
             return self._outside(state)
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(), P(DATA)))

@@ -127,6 +127,7 @@ def empty_state(
                 values=floats(MAX_BIASED_TOKENS),
                 is_exclusive=zeros(dtype=jnp.bool_),
             ),
+            loops_run_on_host=shape.loops_run_on_host,
         ),
         tokens=zeros(shape.max_length),
         origin=zeros(shape.max_length, dtype=jnp.int8),
@@ -169,6 +170,7 @@ def empty_logprobs(
 def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> DecodeState:
     """State with a request in row `row`; its prompt is still to be prefilled. The KV of the row's
     previous request stays where it is, as garbage."""
+    given = admission.sampling.replace(loops_run_on_host=state.sampling.loops_run_on_host)
     return state.replace(
         cache=layouts.reset_padding(state.cache, row),
         num_committed=state.num_committed.at[row].set(admission.length),
@@ -179,7 +181,7 @@ def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> Decod
         draft_limit=state.draft_limit.at[row].set(admission.draft_limit),
         stop_tokens=state.stop_tokens.at[row].set(admission.stop_tokens),
         sampling=jax.tree.map(
-            lambda values, value: values.at[row].set(value), state.sampling, admission.sampling
+            lambda values, value: values.at[row].set(value), state.sampling, given
         ),
         tokens=state.tokens.at[row].set(admission.tokens),
         origin=state.origin.at[row].set(jnp.int8(Origin.PROMPT)),

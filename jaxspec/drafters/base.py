@@ -1,4 +1,4 @@
-"""The drafter protocol: pure functions and a state.
+"""What a drafter is: pure functions and a state.
 
 A drafter proposes up to N nodes per row and round. It sees the rows' committed tokens and, after
 verification, what was accepted. All functions run inside the compiled loop, so they are traced
@@ -11,17 +11,17 @@ the rows of the batch only, with their part of the state. So every array of a dr
 the rows as its first axis (or is a `KVCache`, whose page table does). What all rows share is a
 scalar, or is wrapped in `types.Shared`; an engine refuses other states.
 
-To write one, subclass `DrafterBase` and define `name` and `propose`. Pass an instance to
+To write one, subclass `Drafter` and define `name` and `propose`. Pass an instance to
 `Engine(drafter=...)`, or name it on the command line as `--drafter package.module:factory`. The
 base class has defaults for everything else, such as access to the target (`taps`, `uses_target`,
-`uses_target_cache`) and drafting in its forward pass (`score`). A class that implements `Drafter`
-without the base works too, and gets the same defaults.
+`uses_target_cache`) and drafting in its forward pass (`score`). A drafter with weights of its own
+subclasses `TrainedDrafter`, which can be saved and loaded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, cast
 
 import jax
 import jax.numpy as jnp
@@ -30,73 +30,7 @@ from jaxspec.models.base import Model
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
-@runtime_checkable
-class Drafter(Protocol):
-    """A source of drafts: the minimum that a class without `DrafterBase` must implement.
-
-    Attributes:
-      name: for reports.
-      params: pytree of arrays, passed back to every function.
-      is_chain: whether every draft is a chain; then no KV has to be moved after acceptance.
-      is_synthetic: whether it knows the answer (an oracle); reports must say so.
-    """
-
-    @property
-    def name(self) -> str:  # noqa: D102
-        ...
-
-    @property
-    def params(self) -> PyTree:  # noqa: D102
-        ...
-
-    @property
-    def is_chain(self) -> bool:  # noqa: D102
-        ...
-
-    @property
-    def is_synthetic(self) -> bool:  # noqa: D102
-        ...
-
-    def check(self, target: Model) -> None:
-        """Raises `ModelError` if this drafter cannot draft for `target`."""
-        ...
-
-    def init(self, shape: EngineShape) -> PyTree:
-        """The state for an engine with no requests."""
-        ...
-
-    def admit(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, row: jax.Array
-    ) -> PyTree:
-        """The state after a new request took row `row` (int32 scalar); the drafter has not seen any
-        of its tokens."""
-        ...
-
-    def lag(self, state: PyTree, rows: BatchView) -> jax.Array | None:
-        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen;
-        None if it keeps no state that could lag."""
-        ...
-
-    def catch_up(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, row: jax.Array
-    ) -> PyTree:
-        """State after reading up to `shape.prefill_chunk` unseen committed tokens of row `row`."""
-        ...
-
-    def propose(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
-    ) -> tuple[Draft, PyTree]:
-        """A draft of `shape.num_nodes` nodes; the round takes no more than `rows.draft_limit`."""
-        ...
-
-    def commit(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView, info: RoundInfo
-    ) -> PyTree:
-        """The state after the round; `rows` shows the batch after it."""
-        ...
-
-
-class DrafterBase:
+class Drafter:
     """Base class of drafters, with defaults for everything but `name` and `propose`.
 
     Attributes:
@@ -149,38 +83,42 @@ class DrafterBase:
     uses_target: bool = False
     uses_target_cache: bool = False
     score_keeps_bits: bool = False
-    variants: tuple[DrafterBase, ...] = ()
+    variants: tuple[Drafter, ...] = ()
     drafts_at_once: bool = False
     drafts_last_token: bool = False
 
     def check(self, target: Model) -> None:
-        """Drafts for any target."""
+        """Raises `ModelError` if this drafter cannot draft for `target`; by default it drafts for
+        any."""
 
-    def for_target(self, target: Model) -> DrafterBase:
+    def for_target(self, target: Model) -> Drafter:
         """The drafter that an engine of `target` uses, after `check`; a drafter that calls
         functions of its target returns a copy that holds the target."""
         return self
 
-    def within(self, num_nodes: int) -> DrafterBase:
+    def within(self, num_nodes: int) -> Drafter:
         """The drafter for rounds that have room for only `num_nodes` nodes. It drafts the first
         nodes that this one would draft, from the same state; it is a different drafter where fewer
         nodes can be drafted at less cost."""
         return self
 
     def init(self, shape: EngineShape) -> PyTree:
-        """No state."""
+        """The state for an engine with no requests; by default there is none."""
         return ()
 
     def admit(self, shape, params, state, rows, row):
-        """Leaves the state as it is."""
+        """The state after a new request took row `row` (int32 scalar), of whose tokens the drafter
+        has seen none; by default as it is."""
         return state
 
-    def lag(self, state, rows):
-        """None: there is no state that could lag."""
+    def lag(self, state, rows) -> jax.Array | None:
+        """`[B]` int32, how many committed tokens before the newest one the drafter has not seen;
+        None, the default, if it keeps no state that could lag."""
         return None
 
     def catch_up(self, shape, params, state, rows, row):
-        """Leaves the state as it is."""
+        """The state after reading up to `shape.prefill_chunk` unseen committed tokens of row `row`;
+        by default as it is."""
         return state
 
     def observe(
@@ -235,8 +173,8 @@ class DrafterBase:
     # the target's own `forward`. `state` is what `propose` returned, and is passed on to `commit`.
     score: Callable[..., tuple[jax.Array, jax.Array | None, PyTree, PyTree]] | None = None
 
-    def commit(self, shape, params, state, rows, info):
-        """Leaves the state as it is."""
+    def commit(self, shape, params, state, rows: BatchView, info: RoundInfo):
+        """The state after the round, where `rows` shows the batch after it; by default as it is."""
         return state
 
     def rewind(
@@ -258,33 +196,48 @@ class DrafterBase:
         return state
 
 
-class _WithDefaults:
-    """A drafter without `DrafterBase`, with its defaults."""
+class TrainedDrafter(Drafter):
+    """Base class of drafters with weights of their own, made for one target.
 
-    def __init__(self, drafter: Drafter):
-        self._drafter, self._defaults = drafter, DrafterBase()
+    `save_drafter` writes them to a directory, from which `load_drafter` makes them again with
+    `type(drafter)(config, params, name=..., **settings)`. Settings are the other keyword arguments
+    of a class; they are given anew each time.
 
-    def for_target(self, target: Model) -> DrafterBase:
-        make = getattr(self._drafter, "for_target", lambda target: self._drafter)
-        return with_defaults(make(target))
+    Attributes:
+      kind: its name in `load.drafters.KINDS`, and in saved directories.
+      config_type: the dataclass of `config`.
+      config: the architecture: numbers, strings, tuples, and dataclasses of these.
+      params: the weights, with the shapes of `param_shapes`.
+    """
 
-    def within(self, num_nodes: int) -> DrafterBase:
-        make = getattr(self._drafter, "within", lambda num_nodes: self._drafter)
-        return with_defaults(make(num_nodes))
+    kind: ClassVar[str]
+    config_type: ClassVar[type]
+    config: Any
 
-    def __getattr__(self, name: str):
-        owner = self._drafter if hasattr(self._drafter, name) else self._defaults
-        return getattr(owner, name)
+    @staticmethod
+    def param_shapes(config: Any) -> PyTree:
+        """The parameters of this architecture: dicts and tuples with a shape at each leaf."""
+        raise NotImplementedError
+
+    @staticmethod
+    def param_dtype(path: tuple[str | int, ...], dtype: jnp.dtype) -> jnp.dtype:
+        """The dtype of a parameter of weights that are loaded in `dtype`."""
+        return dtype
+
+    @staticmethod
+    def fit(config: Any, target: Model, name: str) -> jnp.dtype:
+        """The dtype that weights for this target have; raises `ModelError` if weights of this
+        architecture were not made for it."""
+        leaves = jax.tree.leaves(target.params)
+        return next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+
+    @staticmethod
+    def check_settings(**settings: Any) -> None:
+        """Raises `SettingError` for settings that are wrong for any weights, before a target is
+        loaded."""
 
 
-def with_defaults(drafter: Drafter) -> DrafterBase:
-    """The drafter, with `DrafterBase`'s defaults for what it lacks."""
-    if isinstance(drafter, DrafterBase):
-        return drafter
-    return cast(DrafterBase, _WithDefaults(drafter))
-
-
-def function_params(drafter: DrafterBase, params: PyTree) -> PyTree:
+def function_params(drafter: Drafter, params: PyTree) -> PyTree:
     """The part of a loop's `params` that a drafter's functions get."""
     if drafter.uses_target:
         return {"own": params["drafter"], "target": params["target"]}
@@ -292,7 +245,7 @@ def function_params(drafter: DrafterBase, params: PyTree) -> PyTree:
 
 
 def draft_with(
-    drafter: DrafterBase,
+    drafter: Drafter,
     shape: EngineShape,
     params: PyTree,
     state: PyTree,
@@ -311,7 +264,7 @@ def draft_with(
     return *propose(shape, own, state, rows), target_cache
 
 
-class NoDrafter(DrafterBase):
+class NoDrafter(Drafter):
     """Drafts nothing: plain decoding."""
 
     name = "none"

@@ -28,8 +28,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from jaxspec.cache.pages import BLOCK, KVCache, KvDtype, Ring, as_ring, round_up_to_block
-from jaxspec.checkpoint.resolve import as_model
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
@@ -37,7 +36,6 @@ from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
@@ -73,7 +71,7 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
 
 @refuse_other_names
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
-class DraftModel(DrafterBase):
+class DraftModel(Drafter):
     """Drafts with another model that shares the target's tokenizer, with each row's own sampling
     parameters (greedily for a greedy row).
 
@@ -99,9 +97,9 @@ class DraftModel(DrafterBase):
     Layers whose own sliding window is narrower keep that window, and see no sinks.
 
     Attributes:
-      model: the draft model; a name is passed to `load_model`. The argument `kv_dtype` sets the
-        dtype in which its KV is stored (`int8`), independently of the target's; None keeps the
-        model's. This changes a little what is drafted, but not what is emitted.
+      model: the draft model. The argument `kv_dtype` sets the dtype in which its KV is stored
+        (`int8`), independently of the target's; None keeps the model's. This changes a little what
+        is drafted, but not what is emitted.
       min_confidence: probability in [0, 1] under the distribution that the row's drafts are drawn
         from (for a greedy row, the softmax of its logits). 0 never stops early, and costs nothing.
       tree: a `BeamTree`, `BudgetTree` or `StaticTree` to draft; None drafts chains.
@@ -115,11 +113,10 @@ class DraftModel(DrafterBase):
         the two tokenizers.
 
     Raises:
-      SettingError: `min_confidence` is not a probability, or was given together with a tree; the KV
-        dtype is unknown, or the model makes its own cache; `kv_window` or `kv_sinks` is out of
-        range; or `kv_window` was given for a model that is not a `LanguageModel`, whose attention
-        may not support it.
-      ModelError, CheckpointError: there is no model with that name; see `load_model`.
+      SettingError: the model is only named; `min_confidence` is not a probability, or was given
+        together with a tree; the KV dtype is unknown, or the model makes its own cache; `kv_window`
+        or `kv_sinks` is out of range; or `kv_window` was given for a model that is not a
+        `LanguageModel`, whose attention may not support it.
     """
 
     model: Model
@@ -132,7 +129,7 @@ class DraftModel(DrafterBase):
 
     def __init__(
         self,
-        model: Model | str,
+        model: Model,
         min_confidence: float = 0.0,
         tree: Tree | None = None,
         kv_window: int | None = None,
@@ -140,19 +137,11 @@ class DraftModel(DrafterBase):
         *,
         kv_dtype: KvDtype | None = None,
     ):
-        expected = "from 0 (drafts never end early) to 1, since it is a probability"
-        min_confidence = number(
-            "min_confidence", min_confidence, least=0, most=1, expected=expected
-        )
-        if tree is not None:
-            check_kind("tree", tree, Tree, "a BeamTree, BudgetTree or StaticTree, or None")
-        if min_confidence and tree is not None:
-            raise SettingError(
-                f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
-                "chains end early, so leave one of them out."
-            )
-        kv_window, kv_sinks = check_kv_window(kv_window, kv_sinks)
-        model = with_kv_dtype(as_model(model), kv_dtype)
+        settings = check_settings(min_confidence, tree, kv_window, kv_sinks)
+        min_confidence, tree, kv_window, kv_sinks = settings
+        expected = "a model; name one as Engine(target, drafter='demo-draft') or in load_drafter"
+        check_kind("model", model, Model, expected)
+        model = with_kv_dtype(model, kv_dtype)
         if kv_window is not None and not isinstance(model, LanguageModel):
             raise SettingError(
                 f"A kv_window of {kv_window} was given for the draft model {model.name}, which is "
@@ -421,7 +410,7 @@ class DraftModel(DrafterBase):
             cache=state.cache,
         )
         for start, stop, take in ((0, 1, first_step), (1, num_nodes, step)):
-            drafting = self._take_steps(take, drafting, start, stop)
+            drafting = self._take_steps(shape, take, drafting, start, stop)
         num_valid, cache = drafting.num_valid, drafting.cache
         draft = Draft(
             tokens=drafting.tokens,
@@ -453,6 +442,7 @@ class DraftModel(DrafterBase):
 
     def _take_steps(
         self,
+        shape: EngineShape,
         step: Callable[[jax.Array, _Drafting], _Drafting],
         drafting: _Drafting,
         start: int,
@@ -463,7 +453,7 @@ class DraftModel(DrafterBase):
         A loop ends there, and unlike a conditional passes the cache through without copying it.
         Where the host runs loops, all steps are taken; those that no row wants store nothing.
         """
-        if loops_run_on_host() and not self.min_confidence:
+        if shape.loops_run_on_host and not self.min_confidence:
             return lax.fori_loop(start, stop, step, drafting)
 
         def is_wanted(carry):
@@ -515,6 +505,26 @@ def _tokens_by_id(model: Model) -> dict[int, str]:
 def _differing_ids(mine: Mapping[int, str], theirs: Mapping[int, str]) -> list[int]:
     """Ids that both have, for different tokens, in order."""
     return sorted(i for i in theirs if i in mine and theirs[i] != mine[i])
+
+
+def check_settings(
+    min_confidence: float, tree: Tree | None, kv_window: int | None, kv_sinks: int
+) -> tuple[float, Tree | None, int | None, int]:
+    """The settings of a `DraftModel`, which do not depend on its model.
+
+    Raises:
+      SettingError: one is out of range, or two contradict each other.
+    """
+    expected = "from 0 (drafts never end early) to 1, since it is a probability"
+    min_confidence = number("min_confidence", min_confidence, least=0, most=1, expected=expected)
+    if tree is not None:
+        check_kind("tree", tree, Tree, "a BeamTree, BudgetTree or StaticTree, or None")
+    if min_confidence and tree is not None:
+        raise SettingError(
+            f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
+            "chains end early, so leave one of them out."
+        )
+    return min_confidence, tree, *check_kv_window(kv_window, kv_sinks)
 
 
 def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> tuple[int | None, int]:

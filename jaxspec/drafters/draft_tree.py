@@ -31,7 +31,6 @@ from jaxspec.drafters.growth import (
     num_offsets,
 )
 from jaxspec.models.base import Model, kernels_of
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 
 # A node's worth is the probability that the target takes its token. For the likeliest tokens this
@@ -152,9 +151,9 @@ class _Reader:
     def grow(self, cache: KVCache, lags: jax.Array) -> tuple[Growth, KVCache]:
         """Grows all levels that some row wants, counted at run time; on a GPU, where the host runs
         loops, all levels of the tree."""
-        tree = self.grower.tree
-        stop = tree.max_depth if loops_run_on_host() else jnp.max(self.grower.num_levels)
-        first = 1 if loops_run_on_host() else jnp.minimum(stop, 1)
+        tree, runs_on_host = self.grower.tree, self.grower.shape.loops_run_on_host
+        stop = tree.max_depth if runs_on_host else jnp.max(self.grower.num_levels)
+        first = 1 if runs_on_host else jnp.minimum(stop, 1)
 
         def read_newest(_, grown: tuple[Growth, KVCache]) -> tuple[Growth, KVCache]:
             return self._read_newest(*grown, lags)

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import whole_number
@@ -22,7 +22,7 @@ HEAD_START = 2  # levels by which a branch is ahead of the next one
 
 @refuse_other_names
 @dataclasses.dataclass(frozen=True)
-class NGram(DrafterBase):
+class NGram(Drafter):
     """Proposes the tokens that followed the latest earlier occurrence of the row's last tokens.
 
     The longest match is used; of several, the latest. Matching runs on the device for all rows at

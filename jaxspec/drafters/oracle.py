@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from jaxspec.drafters.base import Drafter, DrafterBase, NoDrafter, with_defaults
+from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, param_specs
 from jaxspec.runtime.values import check_kind, number, whole_number
@@ -24,7 +24,7 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chai
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Oracle(DrafterBase):
+class Oracle(Drafter):
     """A synthetic drafter that knows the answers.
 
     Attributes:
@@ -60,9 +60,9 @@ class Oracle(DrafterBase):
             )
 
     @property
-    def _cost(self) -> DrafterBase:
+    def _cost(self) -> Drafter:
         """The drafter whose work is done and thrown away."""
-        return with_defaults(NoDrafter() if self.cost_of is None else self.cost_of)
+        return NoDrafter() if self.cost_of is None else self.cost_of
 
     @property
     def name(self) -> str:

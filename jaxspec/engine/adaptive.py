@@ -50,6 +50,7 @@ from jaxspec.engine.round_times import (
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
+from jaxspec.types import DecodeState
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
@@ -348,7 +349,60 @@ def _worth(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
     return {kind: rate / (1 + CLEAR_GAIN * (kind != PLAIN)) for kind, rate in rates.items()}
 
 
-class AdaptiveDrafting:
+class FixedDrafting:
+    """Leaves the draft lengths of an engine's rounds as the requests ask.
+
+    `EngineCore` calls `before_rounds` and `after_rounds` around the rounds of a step.
+
+    Attributes:
+      fetched: the fields of the state that `after_rounds` reads.
+    """
+
+    fetched: tuple[str, ...] = ()
+
+    @property
+    def needs_measuring(self) -> bool:
+        """Whether `prepare` has rounds to measure."""
+        return False
+
+    @property
+    def is_resting(self) -> bool:
+        """Whether nothing is drafted, so that the drafter reads no prompts either."""
+        return False
+
+    def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
+        """Measures rounds, if that is needed. Every row must be empty, and is afterwards.
+
+        Args:
+          on_answer: called whenever the device has done what it was given.
+        """
+
+    def first_limit(self, ticket: Ticket) -> int:
+        """The draft length with which a ticket's row begins."""
+        return ticket.draft_length
+
+    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+        """The kind and number of the next rounds.
+
+        Args:
+          tickets: by row.
+          num_rounds: at most.
+        """
+        return Choice(kind=RoundKind(_longest_draft(tickets)), num_rounds=num_rounds)
+
+    def after_rounds(
+        self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
+    ) -> None:
+        """Learns from the rounds that were run, if there were any since the last call.
+
+        Args:
+          tickets: by row, with what they have emitted by now.
+          state: with the fields of `fetched`, on the host.
+          answered_s: when the device had run the rounds, by `time.perf_counter`.
+        """
+
+
+class AdaptiveDrafting(FixedDrafting):
     """Chooses the draft lengths of an engine's rounds, and lets the drafter rest while 0 is chosen.
 
     Args:
@@ -360,32 +414,32 @@ class AdaptiveDrafting:
         default draft length is used.
     """
 
+    fetched = ("schedule",)
+
     def __init__(self, executor: Executor, *, draft_length: int):
         self.controller: DraftLengthController | None = None
         self._executor = executor
         self._draft_length = draft_length
-        drafter = executor.loop.drafter
+        drafter = executor.parts.drafter
         self._unmeasured = RoundKind(
             min(default_draft_length(drafter), draft_length),
             drafter.choose_variant(executor.shape) if len(executor.variants) > 1 else 0,
         )
-        self._choice: Choice | None = None  # of the rounds that `note` is called for next
+        # Of the rounds that `after_rounds` is called for next, and what tickets had emitted before.
+        self._choice: Choice | None = None
+        self._before: dict[Ticket, Acceptance] = {}
         self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
         self._num_untimed = 0  # calls since the last that was timed
         self._was_plain = False  # whether the last ones were plain steps
 
     def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
-        """Measures rounds, unless that was done. Every row must be empty, and is afterwards.
-
-        Args:
-          on_answer: called whenever the device has done what it was given.
-        """
+        """Measures rounds, unless that was done; see `FixedDrafting`."""
         if self.controller is None:
             requests = MadeUpRequests(
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
-            drafter = self._executor.loop.drafter
+            drafter = self._executor.parts.drafter
             lengths = draft_lengths_to_try(
                 self._draft_length,
                 drafts_one_by_one=drafter.is_chain and not drafter.drafts_at_once,
@@ -406,8 +460,13 @@ class AdaptiveDrafting:
             )
 
     @property
+    def needs_measuring(self) -> bool:
+        """Until `prepare` has measured the rounds."""
+        return self.controller is None
+
+    @property
     def is_resting(self) -> bool:
-        """Whether nothing is drafted, so that the drafter reads no prompts either."""
+        """While the choice is to draft nothing."""
         return self.controller is not None and self.controller.draft_length == 0
 
     @property
@@ -424,13 +483,16 @@ class AdaptiveDrafting:
             chosen = self.controller.draft_length
         return ticket.draft_length if chosen is None else min(ticket.draft_length, chosen)
 
-    def choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
-        """Sets the draft length of all rows for the next rounds.
+    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+        """Sets the draft length of all rows for the next rounds; see `FixedDrafting`."""
+        longest = _longest_draft(tickets)
+        if longest == 0:
+            return Choice(kind=PLAIN, num_rounds=num_rounds)
+        choice = self._choose(tickets, num_rounds)
+        kind = choice.kind._replace(draft_length=min(longest, choice.draft_length))
+        return dataclasses.replace(choice, kind=kind)
 
-        Args:
-          tickets: by row.
-          num_rounds: at most.
-        """
+    def _choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
         executor, controller = self._executor, self.controller
         if controller is None:  # rows were admitted with this draft length
             return Choice(kind=self._unmeasured, num_rounds=num_rounds)
@@ -455,6 +517,7 @@ class AdaptiveDrafting:
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
             self._set_draft_limits(tickets, choice.draft_length)
         self._choice = choice
+        self._before = {ticket: ticket.acceptance for ticket in tickets.values()}
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device; and plain steps need not all be timed.
         must_time = self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind)
@@ -465,22 +528,12 @@ class AdaptiveDrafting:
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         return choice
 
-    def note(
-        self,
-        tickets: Mapping[int, Ticket],
-        before: Mapping[int, Acceptance],
-        num_rounds: np.ndarray,
-        *,
-        answered_s: float,
+    def after_rounds(
+        self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
     ) -> None:
-        """Tells the controller the result of the last choice, if there was one since the last call.
-
-        Args:
-          tickets: by row.
-          before: their acceptance when the choice was made.
-          num_rounds: run so far, by shard if there is a mesh.
-          answered_s: when the device had run them, by `time.perf_counter`.
-        """
+        """Tells the controller the result of the last choice, if there was one since the last call;
+        see `FixedDrafting`."""
+        num_rounds = np.asarray(state.num_rounds)  # by shard if there is a mesh
         seconds = None if self._started_s is None else answered_s - self._started_s
         # An engine that lost its state counts from 0 again.
         before_these = np.where(num_rounds < self._num_rounds, 0, self._num_rounds)
@@ -489,9 +542,11 @@ class AdaptiveDrafting:
         if choice is None or self.controller is None:
             return
         new = [
-            (before[row], ticket.acceptance)
-            for row, ticket in tickets.items()
-            if ticket.draft_length >= choice.draft_length and not ticket.is_prefilling
+            (self._before[ticket], ticket.acceptance)
+            for ticket in tickets.values()
+            if ticket in self._before  # if the rounds failed, others may have the rows by now
+            and ticket.draft_length >= choice.draft_length
+            and not ticket.is_prefilling
         ]
         self.controller.note(
             draft_length=choice.draft_length,
@@ -529,6 +584,11 @@ class AdaptiveDrafting:
             for row, ticket in tickets.items()
             if not ticket.is_prefilling and ticket.draft_length > 0 and lags[row] > 1
         }
+
+
+def _longest_draft(tickets: Mapping[int, Ticket]) -> int:
+    """Tokens that running rows draft at most."""
+    return max(ticket.draft_length for ticket in tickets.values() if not ticket.is_prefilling)
 
 
 def _longest_context(tickets: Mapping[int, Ticket]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.decode.state import Admission
 from jaxspec.errors import SettingError
@@ -29,23 +29,23 @@ def stop_tokens(request: Request, model: Model) -> tuple[int, ...]:
 
 
 def make_admission(
-    request: Request, loop: DecodeLoop, *, draft_length: int, arrival: int = 0
+    request: Request, parts: RoundParts, *, draft_length: int, arrival: int = 0
 ) -> Admission:
-    """The record of a request whose prompt is no longer than `loop.longest_prompt`.
+    """The record of a request whose prompt is no longer than `parts.longest_prompt`.
 
     Args:
       request: the request to decode.
-      loop: that of one shard, which limits the length of a row.
+      parts: those of one shard, which limit the length of a row.
       draft_length: tokens drafted per round; 0 decodes plainly.
       arrival: order among requests; schedulers prefer the oldest.
     """
     prompt, params = request.prompt_token_ids, request.params
-    tokens = np.zeros((loop.shape.max_length,), np.int32)
+    tokens = np.zeros((parts.shape.max_length,), np.int32)
     tokens[: len(prompt)] = prompt
-    stops = stop_tokens(request, loop.target)
+    stops = stop_tokens(request, parts.target)
     padded_stops = np.full((MAX_STOP_TOKENS,), -1, np.int32)
     padded_stops[: len(stops)] = stops
-    wanted, largest = len(prompt) + params.max_tokens, loop.longest_prompt + 1
+    wanted, largest = len(prompt) + params.max_tokens, parts.longest_prompt + 1
     limit_finish = Finish.MAX_TOKENS if wanted <= largest else Finish.MAX_LENGTH
     return Admission(
         tokens=tokens,

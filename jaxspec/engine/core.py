@@ -15,7 +15,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxspec.engine.adaptive import AdaptiveDrafting
+from jaxspec.engine.adaptive import FixedDrafting
+from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
@@ -26,6 +27,7 @@ from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion, make_completion
 from jaxspec.requests.requests import Request
 from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.host_limits import free_memory
 from jaxspec.telemetry.counters import Acceptance, Metrics
 from jaxspec.telemetry.trace import row_trace
 from jaxspec.types import DecodeState, Finish
@@ -53,13 +55,8 @@ class EngineCore:
 
     Args:
       executor: an executor with every row empty.
-      adaptive: chooses draft lengths; None leaves them as the requests ask.
-      rounds_per_sync: most rounds that run before the rows are checked.
-      max_queue: requests that may wait.
-      step_timeout_s: seconds after which a step, or another call of the device, is abandoned
-        together with the engine; None for never.
-      logprobs_mode: noted in completions with log-probabilities.
-      session_bytes: most bytes of sessions' KV kept on the host.
+      config: the engine's settings.
+      drafting: chooses draft lengths.
 
     Attributes:
       lock: guards the device; held during a step. Take it before calling the executor.
@@ -71,28 +68,29 @@ class EngineCore:
     def __init__(
         self,
         executor: Executor,
+        config: EngineConfig,
         *,
-        adaptive: AdaptiveDrafting | None,
-        rounds_per_sync: int,
-        max_queue: int,
-        step_timeout_s: float | None,
-        logprobs_mode: str,
-        session_bytes: int,
+        drafting: FixedDrafting,
     ):
         self.executor = executor
+        session_bytes = config.session_bytes
+        if session_bytes is None:
+            session_bytes = free_memory()[0] // 4
         self.kept = KeptRows(executor, max_bytes=session_bytes)
-        self.adaptive = adaptive
+        self.drafting = drafting
         self.lock = threading.RLock()
-        self.queue = RequestQueue(executor.num_rows, max_waiting=max_queue, abort=self._abort)
+        self.queue = RequestQueue(
+            executor.num_rows, max_waiting=config.max_queue, abort=self._abort
+        )
         self.metrics = Metrics()
-        self._rounds_per_sync = rounds_per_sync
-        self._logprobs_mode = logprobs_mode
+        self._rounds_per_sync = config.rounds_per_sync
+        self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._shared_steps = SharedSteps(lambda: self.step())
-        self._step_timeout_s = step_timeout_s
+        self._step_timeout_s = config.step_timeout_s
         self._watchdog = None
-        if step_timeout_s is not None:
-            self._watchdog = self._make_watchdog(step_timeout_s)
+        if config.step_timeout_s is not None:
+            self._watchdog = self._make_watchdog(config.step_timeout_s)
         self._is_abandoned = False
 
     @property
@@ -178,7 +176,7 @@ class EngineCore:
     def measure(self) -> None:
         """With `draft_length="auto"`, measures what rounds take, unless that was done. It needs
         empty rows, so nothing is measured while requests have them."""
-        if self.adaptive is None or self.adaptive.controller is not None:
+        if not self.drafting.needs_measuring:
             return
         with self.lock:
             self.release()
@@ -186,9 +184,8 @@ class EngineCore:
                 self.watched(self._measure)
 
     def _measure(self) -> None:
-        assert self.adaptive is not None, "others have nothing to measure"
         self.kept.park_rows()
-        self.adaptive.prepare(on_answer=None if self._watchdog is None else self._watchdog.renew)
+        self.drafting.prepare(on_answer=None if self._watchdog is None else self._watchdog.renew)
 
     # Methods that wait for the output of requests, and step until it is there.
 
@@ -297,9 +294,7 @@ class EngineCore:
             assert ticket.row is not None, "it was placed"
             free.remove(ticket.row)
             ticket.arrival = next(self._arrivals)
-            ticket.draft_limit = ticket.draft_length
-            if self.adaptive is not None:
-                ticket.draft_limit = self.adaptive.first_limit(ticket)
+            ticket.draft_limit = self.drafting.first_limit(ticket)
             self.kept.admit(ticket)
             self._catch_up(ticket)
 
@@ -320,7 +315,7 @@ class EngineCore:
         for row, ticket in self.queue.tickets_by_row.items():
             counts = num_unread if ticket.is_prefilling else num_running
             counts[self.executor.shard_of(row)] += 1
-        batch_size = self.executor.loop.shape.batch_size
+        batch_size = self.executor.parts.shape.batch_size
         num_idle = max(
             min(num_unread[shard], batch_size - num_running[shard])
             for shard in range(self.executor.num_shards)
@@ -339,7 +334,7 @@ class EngineCore:
             return False
         self.executor.prefill(
             {row: ticket.num_prefilled for row, ticket in oldest.values()},
-            target_only=self.adaptive is not None and self.adaptive.is_resting,
+            target_only=self.drafting.is_resting,
         )
         for _, ticket in oldest.values():
             ticket.num_prefilled += self.executor.shape.prefill_chunk
@@ -349,12 +344,11 @@ class EngineCore:
     def _catch_up(self, ticket: Ticket) -> None:
         """Lets the drafter catch up on a prompt whose beginning was not prefilled for this request,
         as soon as the target has prefilled the rest."""
-        is_resting = self.adaptive is not None and self.adaptive.is_resting
         if (
             ticket.num_reused
             and ticket.draft_length
             and not ticket.is_prefilling
-            and not is_resting
+            and not self.drafting.is_resting
         ):
             assert ticket.row is not None, "what is read has a row"
             lag = int(self.executor.lags()[ticket.row])
@@ -374,29 +368,27 @@ class EngineCore:
             if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
         elif self.queue.has_waiting:
-            min_running[:] = executor.loop.scheduler.min_running(executor.loop.shape.batch_size)
+            min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
             num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
-        longest, variant = max(ticket.draft_length for ticket in running.values()), 0
-        if self.adaptive is not None and longest > 0:
-            choice = self.adaptive.choose(tickets, num_rounds)
-            num_rounds, longest = choice.num_rounds, min(longest, choice.draft_length)
-            variant = choice.variant
-        executor.run(num_rounds, draft_length=longest, min_running=min_running, variant=variant)
+        choice = self.drafting.before_rounds(tickets, num_rounds)
+        executor.run(
+            choice.num_rounds,
+            draft_length=choice.draft_length,
+            min_running=min_running,
+            variant=choice.variant,
+        )
 
     def _collect(self) -> None:
         """Checks the rows: buffers output for streams, and finishes rows that have ended."""
         tickets = self.queue.tickets_by_row
         if not tickets:
             return
-        fields = ["num_committed", "finish", "counts"]
-        if self.adaptive is not None:
-            fields.append("schedule")
+        fields = ["num_committed", "finish", "counts", *self.drafting.fetched]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
         state = self.executor.fetch(*fields)
         answered_s = time.perf_counter()
-        before = {row: ticket.acceptance for row, ticket in tickets.items()}
         stopped, unreadable, ended = [], [], []
         for row, ticket in tickets.items():
             is_live = state.finish[row] in LIVE
@@ -406,7 +398,7 @@ class EngineCore:
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
             unread = slice(first + ticket.num_read, last)
             output = state.tokens[row, unread].tolist() if ticket.reads_output else []
-            tokenizer = self.executor.loop.target.tokenizer
+            tokenizer = self.executor.parts.target.tokenizer
             try:
                 ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
@@ -418,8 +410,7 @@ class EngineCore:
                 unreadable.append(row)
             if not is_live or ticket.stopped is not None or row in unreadable:
                 ended.append(row)
-        if self.adaptive is not None:
-            self.adaptive.note(tickets, before, state.num_rounds, answered_s=answered_s)
+        self.drafting.after_rounds(tickets, state, answered_s=answered_s)
         self.metrics.update(
             ended=[tickets[row].acceptance for row in ended],
             running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
@@ -441,7 +432,7 @@ class EngineCore:
         complete = functools.partial(
             make_completion,
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=state.tokens[row, first:last].tolist(),
             origins=np.asarray(state.origin[row, first:last]).tolist(),
             stop_token=int(state.stop_token[row]),
@@ -485,7 +476,7 @@ class EngineCore:
         """The completion of a request that emitted nothing."""
         return make_completion(
             request,
-            self.executor.loop.target,
+            self.executor.parts.target,
             token_ids=(),
             origins=(),
             finish=finish,

@@ -5,53 +5,32 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
-from typing import Any
+from typing import Any, Unpack
 
-import jax
-
-from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode.settings import (
-    DraftLength,
-    Exactness,
-    as_draft_length,
-    default_draft_length,
-    warn_of_unused,
-)
+from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
-from jaxspec.engine.adaptive import AdaptiveDrafting
+from jaxspec.engine.adaptive import AdaptiveDrafting, FixedDrafting
+from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
-from jaxspec.engine.executor import Executor, LogprobsMode, make_executor
+from jaxspec.engine.executor import Executor, executor_of
 from jaxspec.engine.intake import Intake, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
-from jaxspec.engine.plan import MemoryPlan
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
-from jaxspec.errors import RequestError, SettingError, warn_once
+from jaxspec.errors import RequestError, warn_once
 from jaxspec.kernels.registry import family_of
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model, kv_dtype_of
 from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.environment import autotuned, loops_run_on_host, noted_kernels
-from jaxspec.runtime.host_limits import free_memory
+from jaxspec.runtime.environment import autotuned, noted_kernels
 from jaxspec.runtime.other_names import refuse_other_names
-from jaxspec.runtime.values import (
-    LARGEST_BYTES,
-    check_callable,
-    check_kind,
-    flag,
-    seconds,
-    text,
-    whole_number,
-)
-from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
-from jaxspec.telemetry.trace import TraceLevel
+from jaxspec.runtime.values import check_callable, check_kind, flag, text
 from jaxspec.types import DecodeState, PyTree
-from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 _log = logging.getLogger(__name__)
 
@@ -76,59 +55,14 @@ class Engine:
       target: the model to decode with; a name is passed to `load_model`.
       drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
         model, or `package.module:factory`. None and `none` decode plainly, one token per step.
-      verifier: how much of a draft is kept, or its name; default `Coupled()`.
-      scheduler: which rows take part in a round. The default `Continuous()` replaces a finished row
-        in the next round by one whose prompt has already been prefilled; `Static()` decodes batch
-        after batch, each to its end; `Pool()` groups rows of equal length, as EXSPEC does.
-      layout: how the target's KV cache is laid out: `ragged` never moves KV; `aligned` pads rows on
-        the left so that all end at one slot, and moves them after every round, as 2510.22876 does.
-      draft_length: tokens drafted per round, 1 to `verify_length - 1` (for a tree, its number of
-        nodes), and no more than the drafter can draft unless a `verify_length` is given; default
-        the drafter's own number of nodes, or 4. `auto` chooses them, or none, by acceptance and by
-        the measured cost of rounds; see `engine.adaptive`. `warm_up` measures that cost, or else
-        the first `generate`; requests before that use the default.
-      exactness: with `bitwise`, drafts do not change a bit of the output. With `ties`, two tokens
-        that tie within rounding may be exchanged; every round scores only as many tokens as its
-        drafts need, down to one. Where the kernels' bits do not depend on the width of a window
-        (`native`), both score narrow windows and both are bitwise; with other kernels `bitwise`
-        uses one width only.
-      verify_length: T, tokens scored per round (with `ties`, at most this many); default
-        `draft_length + 1`, where `auto` counts as the default draft length. Runs that should agree
-        bit for bit must share it.
-      tree_depth: the depth of the deepest tree that windows are laid out for; default the
-        drafter's, 0 for chains. Where the kernels' bits depend on the width of a window, runs that
-        should agree bit for bit must share this too.
-      batch_size: B, rows of a batch, over all data shards of a mesh. A scheduler's own row counts
-        are per shard.
-      max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots. More than target or draft model was trained for
-        is said once in the log.
-      budget_bytes: what weights, state and compiled programs may take together, per device.
-        `batch_size` is then an upper limit, and is lowered to what fits this and the free memory
-        (docs/memory.md). None: all that is free on the device. `plan_memory` chooses more
-        settings.
-      prefill_chunk: prompt tokens prefilled per call.
-      rounds_per_sync: most rounds that run before the host checks for finished rows.
-      max_queue: requests that may wait for a row; `submit` refuses more.
-      step_timeout_s: seconds that a step may take, not counting compilation. After that every
-        request ends with the stop reason `device timeout`, and the engine accepts no more. None: no
-        limit.
-      session_bytes: most bytes of sessions' and common prefixes' KV kept on the host; default a
-        quarter of the host's free memory.
-      max_logprobs: log-probabilities kept per position, besides the emitted token's, for requests
-        that ask for them; None keeps none.
-      logprobs_mode: log-probabilities under the model's own logits (`raw_logprobs`), or under the
-        distribution that tokens are drawn from (`processed_logprobs`; for a greedy row, at
-        temperature 1).
-      trace: what to record for `Completions.rounds()` and `.tokens()`: `rounds`; `tokens`, also one
-        record per drafted token; or `distributions`, also entropies and the overlap of p and q.
-      check_invariants: check KV, padding and positions after every round, and raise
-        `AssertionError` if `decode.invariants` finds a fault; many times slower.
-      mesh: devices to use, with an axis `data` and optionally an axis `model`; default one device.
+      settings: those of `EngineConfig`, all of which have defaults: `batch_size`, `max_length`,
+        `draft_length`, `verifier`, `scheduler` and others.
 
     Attributes:
+      config: the settings.
       executor: holds the rows on the device and the compiled programs; for checks and measurements.
       queue: requests that are waiting or have a row.
+      row_store: moves rows that sessions keep; for checks and measurements.
       shape: `EngineShape` of the batch.
 
     Raises:
@@ -153,135 +87,35 @@ class Engine:
         self,
         target: Model | str,
         drafter: Drafter | str | None = None,
-        *,
-        verifier: Verifier | VerifierName | None = None,
-        scheduler: Scheduler | SchedulerName | None = None,
-        layout: Layout = "ragged",
-        draft_length: DraftLength | None = None,
-        exactness: Exactness = "bitwise",
-        verify_length: int | None = None,
-        tree_depth: int | None = None,
-        batch_size: int = 8,
-        max_length: int = 1024,
-        budget_bytes: int | None = None,
-        prefill_chunk: int = 128,
-        rounds_per_sync: int = 32,
-        max_queue: int = 1024,
-        step_timeout_s: float | None = None,
-        session_bytes: int | None = None,
-        max_logprobs: int | None = None,
-        logprobs_mode: LogprobsMode = "raw_logprobs",
-        trace: TraceLevel | None = None,
-        check_invariants: bool = False,
-        mesh: jax.sharding.Mesh | None = None,
+        **settings: Unpack[EngineSettings],
     ):
-        rounds_per_sync = whole_number("rounds_per_sync", rounds_per_sync, least=1)
-        max_queue = whole_number("max_queue", max_queue, least=1)
-        step_timeout_s = seconds("step_timeout_s", step_timeout_s)
-        if session_bytes is None:
-            session_bytes = free_memory()[0] // 4
-        session_bytes = whole_number("session_bytes", session_bytes, least=0, most=LARGEST_BYTES)
-        draft_length = as_draft_length(draft_length)
+        self.config = config = EngineConfig(**settings)
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        self.verifier = verifier = make_verifier("coupled" if verifier is None else verifier)
-        self.scheduler = scheduler = make_scheduler(
-            "continuous" if scheduler is None else scheduler
-        )
-        self.executor = make_executor(
-            target,
-            drafter,
-            verifier=verifier,
-            scheduler=scheduler,
-            layout=layout,
-            draft_length=draft_length,
-            exactness=exactness,
-            verify_length=verify_length,
-            tree_depth=tree_depth,
-            batch_size=batch_size,
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
-            max_logprobs=max_logprobs,
-            logprobs_mode=logprobs_mode,
-            trace=trace,
-            check_invariants=check_invariants,
-            mesh=mesh,
-            budget_bytes=budget_bytes,
-        )
+        self.executor = executor_of(target, drafter, config)
+        parts = self.executor.parts
+        self.verifier, self.scheduler = parts.verifier, parts.scheduler
         warn_of_unused(
             drafter,
-            draft_length=draft_length,
-            tree_depth=tree_depth,
-            exactness="ties" if exactness == "ties" else None,
+            draft_length=config.draft_length,
+            tree_depth=config.tree_depth,
+            exactness="ties" if config.exactness == "ties" else None,
         )
-        if max_logprobs is None and logprobs_mode != "raw_logprobs":
+        if config.max_logprobs is None and config.logprobs_mode != "raw_logprobs":
             warn_once(
-                f"logprobs_mode={logprobs_mode!r} was given without max_logprobs, so it has no "
-                "effect; give max_logprobs too, or leave it out."
+                f"logprobs_mode={config.logprobs_mode!r} was given without max_logprobs, so it has "
+                "no effect; give max_logprobs too, or leave it out."
             )
-        logprobs = self.executor.loop.logprobs
-        max_logprobs = None if logprobs is None else logprobs.num_top
-        self.layout, self.max_logprobs, self.logprobs_mode = layout, max_logprobs, logprobs_mode
-        self.rounds_per_sync, self.max_queue = rounds_per_sync, max_queue
+        self.max_logprobs = None if parts.logprobs is None else parts.logprobs.num_top
+        self.layout, self.logprobs_mode = config.layout, config.logprobs_mode
+        self.rounds_per_sync, self.max_queue = config.rounds_per_sync, config.max_queue
         self.mesh, self.shape = self.executor.mesh, self.executor.shape
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows
-        self.draft_length, self.adaptive = _drafting(self.executor, drafter, draft_length)
-        self._core = EngineCore(
-            self.executor,
-            adaptive=self.adaptive,
-            rounds_per_sync=rounds_per_sync,
-            max_queue=max_queue,
-            step_timeout_s=step_timeout_s,
-            logprobs_mode=logprobs_mode,
-            session_bytes=session_bytes,
-        )
-        self.queue = self._core.queue
-        self._intake = Intake(self.executor, self.draft_length, max_logprobs)
-
-    @classmethod
-    def from_plan(
-        cls,
-        plan: MemoryPlan,
-        target: Model | str,
-        drafter: Drafter | str | None = None,
-        **options: Any,
-    ) -> Engine:
-        """The engine that a plan describes (see `plan_memory`), on the plan's mesh if it has one.
-
-        Args:
-          plan: gives the engine its settings.
-          target: the model that the plan was made for, loaded as in `MemoryPlan.code`.
-          drafter: likewise; a plan that decodes plainly does not use it.
-          **options: further arguments of `Engine`.
-
-        A plan for another kind of device, or for a target in another dtype, warns: the engine may
-        then take more bytes than planned.
-
-        Raises:
-          SettingError: target or drafter store KV in another dtype or window than planned, there
-            are fewer devices, or a setting that `Engine` refuses.
-        """
-        check_kind("plan", plan, MemoryPlan, "a plan that plan_memory returned")
-        target = as_model(target)
-        drafter = make_drafter(drafter, target)
-        plan.check(target, drafter)
-        plan.warn_of_differences(target)
-        settings = plan.settings
-        if settings.num_devices > 1 and "mesh" not in options:
-            devices = jax.local_devices()
-            if len(devices) < settings.num_devices:
-                raise SettingError(
-                    f"The plan is for {settings.num_devices} devices, and JAX has {len(devices)}; "
-                    "run it where they are, or plan for fewer."
-                )
-            shape = (settings.num_data_shards, settings.num_model_shards)
-            options["mesh"] = jax.make_mesh(
-                shape, ("data", "model"), devices=devices[: settings.num_devices]
-            )
-        if not settings.draft_length:
-            drafter = None
-        return cls(target, drafter, **{**plan.engine_options, **options})
+        self.draft_length, self.adaptive = _drafting(self.executor, drafter, config.draft_length)
+        self._core = EngineCore(self.executor, config, drafting=self.adaptive or FixedDrafting())
+        self.queue, self.row_store = self._core.queue, self._core.kept.rows
+        self._intake = Intake(self.executor, self.draft_length, self.max_logprobs)
 
     def __repr__(self) -> str:
         return _shown(self.describe())
@@ -728,7 +562,6 @@ def _described(engine: Engine) -> dict[str, Any]:
         "kernels": getattr(engine.target, "kernels", None),
         "kernels_family": family_of(getattr(engine.target, "kernels", None)),
         "kernels_fallback": noted_kernels()["kernels_fallback"],
-        "loops_run_on_host": loops_run_on_host(),
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),
         **dataclasses.asdict(engine.memory),

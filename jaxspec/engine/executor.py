@@ -22,59 +22,44 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, TypeAlias, cast, get_args
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.cache import pages as kv
-from jaxspec.cache.layouts import Layout
-from jaxspec.checkpoint.resolve import as_model
-from jaxspec.decode import invariants, kept
+from jaxspec.decode import invariants
 from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
-from jaxspec.decode.kept import StoredRow
-from jaxspec.decode.loop import DecodeLoop, LogprobsConfig
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.settings import (
-    DraftLength,
     Exactness,
-    as_draft_length,
     check_exactness,
     check_num_nodes,
     home_of,
-    make_loop,
-    pinned_memory,
     warn_of_long_rows,
 )
-from jaxspec.decode.sharded import ShardedLoop, batch_size_per_shard, check_mesh
-from jaxspec.drafters.base import Drafter, with_defaults
-from jaxspec.drafters.names import make_drafter
+from jaxspec.decode.sharded import ShardedLoop, check_mesh
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
-from jaxspec.engine.budget import fit_rows
-from jaxspec.engine.memory import Memory, measure_memory, num_bytes
+from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
+from jaxspec.engine.memory import Memory, fit_rows, measure_memory
 from jaxspec.errors import RequestError, SettingError
 from jaxspec.kernels.base import splittable, unpacked
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.decoder import without_tied_head
-from jaxspec.models.width_probe import is_width_invariant
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
 from jaxspec.runtime.environment import devices, devices_sentence
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
-from jaxspec.runtime.values import flag, is_one_of, refusal, whole_number
-from jaxspec.schedulers import Continuous, Scheduler, make_scheduler
-from jaxspec.telemetry.trace import TraceConfig, TraceLevel
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
-from jaxspec.verifiers import Coupled, Verifier, make_verifier
 
 _log = logging.getLogger(__name__)
-
-LogprobsMode: TypeAlias = Literal["raw_logprobs", "processed_logprobs"]
-
-# Compiled when a session first needs them, not by `warm_up`.
-SESSION_PROGRAMS = ("continue", "take_page", "take_rest", "put_page", "put_rest")
 
 
 class Executor:
@@ -84,20 +69,21 @@ class Executor:
     reference to `state` across calls.
 
     Args:
-      loop: that of one data shard; `make_executor` makes it from settings.
+      parts: those of one data shard; `make_parts` makes them from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` uses the narrowest that
         fits a draft length. So does `bitwise` if that changes no bit; see `decode.buckets`.
       is_adaptive: whether `warm_up` also compiles the programs that pause the drafter and let it
         catch up.
       check_invariants: run round by round, with NaN wherever there is no committed KV, and check
         the state with `invariants.broken_invariants` after each round.
-      mesh: devices to use, as in `Engine`; its data axis multiplies the loop's rows.
+      mesh: devices to use, as in `Engine`; its data axis multiplies the rows.
 
     Raises:
-      SettingError: the state does not fit into memory, or the mesh does not fit the loop.
+      SettingError: the state does not fit into memory, or the mesh does not fit the parts.
 
     Attributes:
-      loop: that of one shard.
+      parts: those of one shard.
+      loop: the functions of `decode.loop` on these devices.
       mesh: a mesh with axes `data` and `model`, or None.
       shape: that of the whole batch, whose `batch_size` counts the rows of all shards.
       num_rows: number of rows of the state, in the batch or waiting to join it.
@@ -106,8 +92,8 @@ class Executor:
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: the bytes that weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
-      variants: those of the loop's drafter, between which `run` can choose; see
-        `DrafterBase.variants`. If there is only one, it is the one that `choose_variant` returned.
+      variants: those of the drafter, between which `run` can choose; see
+        `Drafter.variants`. If there is only one, it is the one that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
@@ -115,7 +101,7 @@ class Executor:
 
     def __init__(
         self,
-        loop: DecodeLoop,
+        parts: RoundParts,
         *,
         exactness: Exactness = "bitwise",
         is_adaptive: bool = False,
@@ -129,32 +115,32 @@ class Executor:
                 "only; leave the mesh out to hunt the fault."
             )
         check_exactness(exactness)
-        # Before anything is allocated or compiled. A loop of several variants may need more.
-        fixed = loop.with_variant(loop.drafter.choose_variant(loop.shape))
+        # Before anything is allocated or compiled. Several variants may need more.
+        fixed = parts.with_variant(parts.drafter.choose_variant(parts.shape))
         measure_memory(self._on_mesh(fixed))
         # A mesh may split what is summed; XLA then does the sum.
-        keeps_bits = not loop.is_plain and mesh is None and keeps_bits_at_every_width(loop)
+        keeps_bits = not parts.is_plain and mesh is None and keeps_bits_at_every_width(parts)
         self.verify_lengths = choose_windows(
-            loop, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
+            parts, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
         )
         self.is_width_invariant = keeps_bits or len(self.verify_lengths) == 1
         self.variants = (0,)
         if is_adaptive and (exactness == "ties" or keeps_bits):
-            self.variants = tuple(range(1 + len(loop.drafter.variants)))
+            self.variants = tuple(range(1 + len(parts.drafter.variants)))
         else:
-            loop = fixed
-        self.loop = loop
-        everywhere = self._on_mesh(loop)
+            parts = fixed
+        self.parts = parts
+        self.loop = everywhere = self._on_mesh(parts)
         self.memory: Memory = measure_memory(everywhere)
         self.num_rows: int = everywhere.resident_shape.batch_size
-        self.num_shards = self.num_rows // loop.resident_shape.batch_size
+        self.num_shards = self.num_rows // parts.resident_shape.batch_size
         self.shape: EngineShape = dataclasses.replace(
-            loop.shape, batch_size=self.num_shards * loop.shape.batch_size
+            parts.shape, batch_size=self.num_shards * parts.shape.batch_size
         )
         # A program is recompiled if an argument is committed to a device and was not before, so
         # parameters and state are committed from the start: to the device of the parameters, or to
         # their places on the mesh.
-        self.params, self.home = everywhere.params, home_of(loop.params)
+        self.params, self.home = everywhere.params, home_of(params_of(parts))
         if isinstance(everywhere, ShardedLoop):
             self.params, self.home = everywhere.place(self.params), everywhere.state_shardings
         elif self.home is not None:
@@ -172,7 +158,7 @@ class Executor:
         }
         for variant in self.variants:
             for length in self.verify_lengths:
-                rounds = self._on_mesh(loop.with_variant(variant).at(length)).run
+                rounds = self._on_mesh(parts.with_variant(variant).at(length)).run
                 self.programs.setdefault(
                     self._run_name(length, variant),
                     self.program("decode round", rounds, verify_length=length, **updates),
@@ -187,18 +173,7 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
-        rows = everywhere if isinstance(everywhere, ShardedLoop) else kept.RowFunctions(loop)
-        on_copies: dict[str, Any] = {"out_shardings": self._home_of_copies}
-        returned: dict[str, Any] = {"donate_argnums": 0, **on_home}
-        self.programs |= {
-            "continue": self.program("next turn", rows.continue_row, **updates),
-            "take_page": self.program("copying of a page", rows.take_page, **on_copies),
-            "take_rest": self.program("copying of a row", rows.take_rest, **on_copies),
-            "put_page": self.program("return of a page", rows.put_page, **returned),
-            "put_rest": self.program("return of a row", rows.put_rest, **returned),
-        }
-        unused = SESSION_PROGRAMS
-        unused += () if is_adaptive else ("prefill_target", "catch_up", "lag")
+        unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -207,18 +182,20 @@ class Executor:
     ) -> Program:
         """A function compiled by `jax.jit` with these options, with a name for messages made from
         what it does, the models and the sizes of the batch."""
-        models = self.loop.target.name
-        if not self.loop.is_plain:
-            models = f"{models} with {self.loop.drafter.name}"
+        models = self.parts.target.name
+        if not self.parts.is_plain:
+            models = f"{models} with {self.parts.drafter.name}"
         window = self.shape.verify_length if verify_length is None else verify_length
         sizes = f"batch size {self.shape.batch_size}, verify length {window}"
         return Program(jax.jit(function, **options), f"the {what} of {models}, {sizes}")
 
-    def _on_mesh(self, loop: DecodeLoop) -> Any:
-        return loop if self.mesh is None else ShardedLoop(loop=loop, mesh=self.mesh)
+    def _on_mesh(self, parts: RoundParts) -> DecodeLoop | ShardedLoop:
+        if self.mesh is None:
+            return DecodeLoop(parts)
+        return ShardedLoop(parts=parts, mesh=self.mesh)
 
     def _run_name(self, verify_length: int, variant: int) -> str:
-        is_widest = verify_length == self.loop.shape.verify_length
+        is_widest = verify_length == self.parts.shape.verify_length
         name = "run" if is_widest else f"run_{verify_length}"
         # Plain steps have no drafter.
         return name if variant == 0 or verify_length == 1 else f"{name}_variant_{variant}"
@@ -226,7 +203,7 @@ class Executor:
     @property
     def longest_prompt(self) -> int:
         """The most prompt tokens that leave room for one round."""
-        return self.loop.longest_prompt
+        return self.parts.longest_prompt
 
     # Rows and shards.
 
@@ -247,7 +224,7 @@ class Executor:
         next_place, free = num_taken.copy(), []
         for row in range(self.num_rows):
             shard = self.shard_of(row)
-            if row not in taken and (self.loop.scheduler.refills_rows or not num_taken[shard]):
+            if row not in taken and (self.parts.scheduler.refills_rows or not num_taken[shard]):
                 free.append((next_place[shard], row))
                 next_place[shard] += 1
         return [row for _, row in sorted(free)]
@@ -324,7 +301,7 @@ class Executor:
           draft_length: tokens drafted per round; 0 decodes plainly.
           arrival: order among requests.
         """
-        admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
+        admission = make_admission(request, self.parts, draft_length=draft_length, arrival=arrival)
         self.state = self.programs["admit"](self.params, self.state, np.int32(row), admission)
 
     def prefill(self, starts: Mapping[int, int], *, target_only: bool = False) -> None:
@@ -345,98 +322,6 @@ class Executor:
         self.admit(row, request, draft_length=draft_length, arrival=arrival)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
             self.prefill({row: start})
-
-    # Rows that are kept after their request has ended; see `decode.kept`.
-
-    def continue_row(
-        self,
-        row: int,
-        request: Request,
-        *,
-        draft_length: int,
-        num_kept: int,
-        start: int,
-        arrival: int = 0,
-    ) -> None:
-        """Puts a request into a row that holds the KV of the first `num_kept` tokens of its prompt;
-        `prefill` must prefill the prompt from `start` on.
-
-        Args:
-          row: the row of an earlier request, or one filled by `put_row`.
-          request: as in `admit`.
-          draft_length: as in `admit`.
-          num_kept: must be less than the length of the prompt.
-          start: must be at most `num_kept`.
-          arrival: as in `admit`.
-        """
-        admission = make_admission(request, self.loop, draft_length=draft_length, arrival=arrival)
-        self.state = self.programs["continue"](
-            self.params, self.state, np.int32(row), admission, np.int32(num_kept), np.int32(start)
-        )
-
-    @property
-    def _home_of_copies(self) -> Any:
-        """The sharding of a row's copies: every device of a mesh has them."""
-        if self.mesh is None:
-            return self.home
-        return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
-
-    @functools.cached_property
-    def parking_place(self) -> jax.sharding.Sharding | None:
-        """Where copies of rows are kept on the host: memory that the device can copy to and from
-        directly, or None for NumPy arrays. It is None on a mesh, where each device would have a
-        copy, and on a CPU, whose memory is the host's."""
-        home = self._home_of_copies if self.mesh is None else None
-        return None if home is None else pinned_memory(home)
-
-    def park_row(self, row: int, num_slots: int) -> StoredRow:
-        """A copy of a row's first slots on the host; the row stays as it is."""
-        return self.take_row(row, num_slots).on_host(self.parking_place)
-
-    def take_row(self, row: int, num_slots: int) -> StoredRow:
-        """A copy of a row's first slots, on the device; the row stays as it is."""
-        state, programs = self.state, self.programs
-        return StoredRow(
-            pages=tuple(
-                programs["take_page"](state, np.int32(row), np.int32(index))
-                for index in range(kept.num_pages(num_slots))
-            ),
-            rest=programs["take_rest"](state, np.int32(row)),
-        )
-
-    def put_row(self, row: int, stored: StoredRow) -> None:
-        """Copies what `take_row` returned into a row that holds no running request."""
-        if self._home_of_copies is not None:  # otherwise programs would be compiled again
-            parts = jax.device_put((stored.pages, stored.rest), self._home_of_copies)
-            stored = StoredRow(pages=parts[0], rest=parts[1])
-        state = self.state
-        for index, pages in enumerate(stored.pages):
-            state = self.programs["put_page"](state, np.int32(row), np.int32(index), pages)
-        self.state = self.programs["put_rest"](state, np.int32(row), stored.rest)
-
-    def row_bytes(self, num_slots: int) -> int:
-        """The bytes of a row's pages for this many slots, for target and drafter."""
-        return kept.num_pages(num_slots) * self._page_bytes
-
-    @functools.cached_property
-    def _page_bytes(self) -> int:
-        return num_bytes(kept.shape_of_page(self.eval_state()))
-
-    @functools.cached_property
-    def keeps_prompt_bits(self) -> bool:
-        """Whether a token's KV has the same bits from a round as from a prefill chunk, wherever the
-        chunk begins: true if the kernels' bits do not depend on the width, which has been tested
-        (see `models.width_probe`)."""
-        shape, loop = self.loop.shape, self.loop
-        sizes = (
-            (shape.batch_size, shape.verify_length, shape.tree_depth),
-            (1, shape.prefill_chunk, 0),
-        )
-        is_simple = self.mesh is None and loop.layout == "ragged" and loop.drafter.score is None
-        return is_simple and all(
-            is_width_invariant(self.target, batch_size=rows, verify_length=tokens, tree_depth=depth)
-            for rows, tokens, depth in sizes
-        )
 
     # Rounds.
 
@@ -469,7 +354,7 @@ class Executor:
           variant: the drafter's variant, one of `variants`.
         """
         if draft_length is None:
-            length = self.loop.shape.verify_length
+            length = self.parts.shape.verify_length
         else:
             length = self.verify_length_for(draft_length)
         least = np.full((self.num_shards,), min_running, np.int32)
@@ -497,7 +382,7 @@ class Executor:
                 before,
                 invariants.snapshot(self.state),
                 verify_length=verify_length,
-                regroups=self.loop.scheduler.regroups,
+                regroups=self.parts.scheduler.regroups,
             )
             if broken:
                 raise AssertionError(" ".join(broken))
@@ -539,12 +424,12 @@ class Executor:
           SettingError: a pytree of another structure, shape or dtype, arrays that were deleted, or
             a head that is not the embedding's where the config says that it is tied.
         """
-        if drafter is not None and self.loop.is_plain:
+        if drafter is not None and self.parts.is_plain:
             raise SettingError(
                 "Draft weights were given to an engine without a drafter; leave them out."
             )
         parts = dict(self.params)
-        owners = {"target": self.loop.target, "drafter": self.loop.drafter}
+        owners = {"target": self.parts.target, "drafter": self.parts.drafter}
         for name, given in (("target", target), ("drafter", drafter)):
             if given is not None:
                 parts[name] = _like(parts[name], given, owners[name], name)
@@ -558,9 +443,9 @@ class Executor:
     @property
     def target(self) -> Model:
         """The target with its present weights; as it was given if it is not a dataclass."""
-        if not dataclasses.is_dataclass(self.loop.target):
-            return self.loop.target
-        target: Any = self.loop.target
+        if not dataclasses.is_dataclass(self.parts.target):
+            return self.parts.target
+        target: Any = self.parts.target
         return dataclasses.replace(target, params=self.target_params)
 
     def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
@@ -577,7 +462,7 @@ class Executor:
         state = compilation.shapes_at(self.eval_state(), self.home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
         request = Request(request_id="0", prompt_token_ids=(0,), params=SamplingParams(seed=0))
-        admission = make_admission(request, self.loop, draft_length=0)
+        admission = make_admission(request, self.parts, draft_length=0)
         arguments: dict[str, tuple[Any, ...]] = {
             "init": (),
             "admit": (self.params, state, number, admission),
@@ -606,7 +491,7 @@ class Executor:
 
     def eval_state(self) -> DecodeState:
         """Shapes and dtypes of the state; nothing is made."""
-        return jax.eval_shape(self._on_mesh(self.loop).init)
+        return jax.eval_shape(self.loop.init)
 
     # For checks.
 
@@ -629,89 +514,36 @@ class Executor:
 
 
 def make_executor(
-    target: Model,
-    drafter: Drafter | None = None,
-    *,
-    verifier: Verifier | None = None,
-    scheduler: Scheduler | None = None,
-    layout: Layout = "ragged",
-    draft_length: DraftLength | None = None,
-    exactness: Exactness = "bitwise",
-    verify_length: int | None = None,
-    tree_depth: int | None = None,
-    batch_size: int = 8,
-    max_length: int = 1024,
-    prefill_chunk: int = 128,
-    max_logprobs: int | None = None,
-    logprobs_mode: LogprobsMode = "raw_logprobs",
-    trace: TraceLevel | None = None,
-    check_invariants: bool = False,
-    mesh: jax.sharding.Mesh | None = None,
-    budget_bytes: int | None = None,
+    target: Model | str, drafter: Drafter | str | None = None, **settings: Unpack[EngineSettings]
 ) -> Executor:
-    """The executor of an engine with these settings, which `Engine` describes.
+    """The executor of an engine with these settings; see `executor_of`."""
+    target = as_model(target)
+    return executor_of(target, make_drafter(drafter, target), EngineConfig(**settings))
+
+
+def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) -> Executor:
+    """The executor of an engine.
 
     Raises:
-      SettingError: a setting out of range, or two that contradict each other.
+      SettingError: settings that contradict each other, or do not suit the models.
       ModelError: the drafter cannot draft for the target.
     """
-    target = as_model(target)
-    drafter = make_drafter(drafter, target)
-    batch_size = whole_number("batch_size", batch_size, least=1)
-    if verify_length is not None:
-        verify_length = whole_number("verify_length", verify_length, least=1)
-    draft_length = as_draft_length(draft_length)
-    check_invariants = flag("check_invariants", check_invariants)
-    if not is_one_of(logprobs_mode, get_args(LogprobsMode)):
-        raise refusal("logprobs_mode", logprobs_mode, f"one of {', '.join(get_args(LogprobsMode))}")
-    is_adaptive = draft_length == "auto" and drafter is not None
-    if draft_length == "auto":
-        if drafter is not None and verify_length == 1:
-            raise SettingError(
-                "A verify_length of 1 was given with draft_length='auto', and leaves no room for "
-                "drafts; raise it, or leave it out."
-            )
-        draft_length = None if verify_length is None else verify_length - 1
-    elif draft_length is not None and drafter is not None and verify_length is None:
-        check_num_nodes(with_defaults(drafter), draft_length)
-    logprobs = None
-    if max_logprobs is not None:
-        largest = target.vocab_size
-        expected = f"from 0 to {largest}, the size of the vocabulary"
-        max_logprobs = whole_number(
-            "max_logprobs", max_logprobs, least=0, most=largest, expected=expected
-        )
-        is_processed = logprobs_mode == "processed_logprobs"
-        logprobs = LogprobsConfig(num_top=max_logprobs, is_processed=is_processed)
-    if mesh is not None:
-        batch_size = batch_size_per_shard(batch_size, check_mesh(mesh))
-    loop = make_loop(
-        target,
-        drafter,
-        verifier=Coupled() if verifier is None else make_verifier(verifier),
-        scheduler=Continuous() if scheduler is None else make_scheduler(scheduler),
-        layout=layout,
-        draft_length=draft_length,
-        verify_length=verify_length,
-        tree_depth=tree_depth,
-        batch_size=batch_size,
-        max_length=max_length,
-        prefill_chunk=prefill_chunk,
-        logprobs=logprobs,
-        trace=None if trace is None else TraceConfig(level=trace),
-    )
-    warn_of_long_rows(target, drafter, max_length)
-    if budget_bytes is not None:
-        loop = fit_rows(loop, budget_bytes, mesh=mesh)
+    draft_length = config.draft_length
+    if isinstance(draft_length, int) and drafter is not None and config.verify_length is None:
+        check_num_nodes(drafter, draft_length)
+    parts = make_parts(target, drafter, config)
+    warn_of_long_rows(target, drafter, config.max_length)
+    if config.budget_bytes is not None:
+        parts = fit_rows(parts, config.budget_bytes, mesh=config.mesh)
     executor = Executor(
-        loop,
-        exactness=exactness,
-        is_adaptive=is_adaptive,
-        check_invariants=check_invariants,
-        mesh=mesh,
+        parts,
+        exactness=config.exactness,
+        is_adaptive=draft_length == "auto" and drafter is not None,
+        check_invariants=config.check_invariants,
+        mesh=config.mesh,
     )
     _log.info(executor.memory.sentence)
-    num_used = 1 if mesh is None else mesh.devices.size
+    num_used = 1 if config.mesh is None else config.mesh.devices.size
     if jax.local_device_count() > num_used:
         _log.warning("this engine is %s", devices_sentence(devices(num_used)))
     return executor

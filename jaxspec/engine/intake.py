@@ -52,7 +52,7 @@ class Intake:
         request = make_request(
             prompt,
             params,
-            self.executor.loop.target,
+            self.executor.parts.target,
             longest=self.executor.longest_prompt,
             request_id=text("request_id", request_id),
             chat_template=as_chat_template(chat_template),
@@ -109,7 +109,7 @@ class Intake:
     def _check(self, request: Request) -> None:
         """Raises `SettingError` for a request for log-probabilities that the engine does not keep,
         and warns once if a request asks for more tokens than fit."""
-        stop_tokens(request, self.executor.loop.target)
+        stop_tokens(request, self.executor.parts.target)
         wanted, kept = request.params.logprobs, self.max_logprobs
         if wanted is not None and (kept is None or wanted > kept):
             raise SettingError(

@@ -15,6 +15,7 @@ from typing import Any
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.queue import Ticket
+from jaxspec.engine.row_store import RowStore
 from jaxspec.types import DecodeState, Finish
 
 _log = logging.getLogger(__name__)
@@ -30,13 +31,14 @@ class KeptRows:
       max_bytes: most bytes parked on the host.
 
     Attributes:
+      rows: moves the rows.
       max_bytes: most bytes parked on the host.
       prefixes: prefixes on the host that any request may share. They count towards its bytes, and
         are never forgotten to make room.
     """
 
     def __init__(self, executor: Executor, *, max_bytes: int):
-        self._executor = executor
+        self._executor, self.rows = executor, RowStore(executor)
         self.max_bytes = max_bytes
         self.prefixes: list[Conversation] = []
         self._by_row: dict[int, Conversation] = {}
@@ -69,15 +71,15 @@ class KeptRows:
             stored = source.stored
             if stored is None:
                 assert source.row is not None, "what is not on the host is in a row"
-                stored = executor.take_row(source.row, num_kept)
+                stored = self.rows.take_row(source.row, num_kept)
         if self._by_row.get(row, own) is not own:
             self._park(self._by_row[row])
         if stored is not None:
-            executor.put_row(row, stored)
+            self.rows.put_row(row, stored)
         start = 0
         if num_kept > 0:
             start = self._first_read(ticket, num_kept)
-            executor.continue_row(
+            self.rows.continue_row(
                 row,
                 request,
                 draft_length=ticket.draft_limit,
@@ -114,7 +116,7 @@ class KeptRows:
     def _first_read(self, ticket: Ticket, num_kept: int) -> int:
         """The token at which prefill begins. A drafter with taps pairs a token's feature with the
         token after it, so the last kept pair has the old next token and must be read again."""
-        first = num_kept - bool(self._executor.loop.drafter.taps)
+        first = num_kept - bool(self._executor.parts.drafter.taps)
         if self._is_reread(ticket):
             first -= first % self._executor.shape.prefill_chunk
         return max(first, 0)
@@ -124,7 +126,7 @@ class KeptRows:
         written. Without a session the output must not depend on whether there was any KV to
         reuse."""
         own = ticket.conversation
-        return not self._executor.keeps_prompt_bits if own is None else own.is_reread
+        return not self.rows.keeps_prompt_bits if own is None else own.is_reread
 
     def keep(self, ticket: Ticket, state: DecodeState, row: int) -> None:
         """Records what the row of a finished ticket holds, from a state on the host."""
@@ -223,11 +225,11 @@ class KeptRows:
 
     def _store(self, conversation: Conversation, row: int) -> None:
         """Copies a row to the host, for a conversation with the row's tokens."""
-        num_bytes = self._executor.row_bytes(conversation.num_slots)
+        num_bytes = self.rows.row_bytes(conversation.num_slots)
         num_bytes += sum(_num_bytes(prefix) for prefix in self.prefixes)
         try:
             if num_bytes <= self.max_bytes and conversation.num_slots > 0:
-                stored = self._executor.park_row(row, conversation.num_slots)
+                stored = self.rows.park_row(row, conversation.num_slots)
                 conversation.stored = stored
         except (MemoryError, RuntimeError) as error:
             if not (isinstance(error, MemoryError) or "RESOURCE_EXHAUSTED" in str(error)):

@@ -1,21 +1,38 @@
-"""Bytes of an engine's weights and state, and whether they fit."""
+"""What an engine takes: weights and state, counted from shapes; its programs, as XLA compiled them;
+and what fits into a budget or into the free memory.
+
+Which settings are best for a budget is the choice of `lab.plan`, because it needs predicted speeds.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+import time
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK, KVCache
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.loop import DecodeLoop, init
+from jaxspec.decode.parts import RoundParts
+from jaxspec.decode.settings import home_of
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
+from jaxspec.runtime.compilation import shapes_at
 from jaxspec.runtime.host_limits import free_memory
-from jaxspec.types import EngineShape, PyTree
+from jaxspec.runtime.values import LARGEST_BYTES, whole_number
+from jaxspec.sampling import SMALLEST_PART, num_drawn_together
+from jaxspec.types import PyTree
+
+# fp32 arrays `[V]` that XLA allocates for a token besides its logits: where it is drawn (a copy of
+# the logits, noise, penalties, filters), and where a verifier compares distributions and draws one
+# token for the whole window. A test compares both with compiled rounds.
+ARRAYS_PER_DRAW = 12
+ARRAYS_PER_COMPARISON = 8
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,9 +47,9 @@ class Memory:
       weights_bytes: parameters of target and drafter.
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
-      logits_bytes: fp32 logits of all tokens that a round scores, `[B, T, V]`, and as much again
-        for the distributions of drafts if the verifier needs them. A tree with many nodes makes
-        them large; a round also needs other temporaries.
+      logits_bytes: what a round needs for its logits: these themselves, the distributions of
+        drafts, and what tokens are drawn with; see `Parts.round_bytes`. A tree with many nodes
+        makes them large; a round also needs other temporaries.
       free_bytes: bytes free on the device before the state is made; None if the device does not
         say. On a CPU, what the host, the process's cgroups and its limits (`ulimit`) allow.
       num_resident_tokens: tokens of finished turns whose KV is in a row at present, for the next
@@ -99,6 +116,9 @@ class Parts:
       logits_bytes: fp32 logits of the tokens that a round scores, `[B, T, V]`.
       draft_probs_bytes: fp32 distributions that drafts were drawn from, `[B, N, V]`, if the
         verifier needs them.
+      drawing_bytes: fp32 arrays `[V]` that tokens are drawn with: `ARRAYS_PER_DRAW` for each that
+        is drawn at a time (`sampling.num_drawn_together`), or `ARRAYS_PER_COMPARISON` for each of
+        the window where the verifier compares distributions.
     """
 
     target_weights_bytes: int
@@ -108,6 +128,7 @@ class Parts:
     buffers_bytes: int
     logits_bytes: int
     draft_probs_bytes: int
+    drawing_bytes: int
 
     @property
     def weights_bytes(self) -> int:
@@ -124,49 +145,49 @@ class Parts:
         """KV and buffers."""
         return self.kv_bytes + self.buffers_bytes
 
+    @property
+    def round_bytes(self) -> int:
+        """What a round needs for its logits."""
+        return self.logits_bytes + self.draft_probs_bytes + self.drawing_bytes
 
-def measure_parts(
-    loop: DecodeLoop | ShardedLoop, *, num_rows: int | None = None, max_length: int | None = None
-) -> Parts:
+
+def measure_parts(loop: DecodeLoop | ShardedLoop) -> Parts:
     """Where the bytes of an engine with this loop go, from shapes, without allocating anything.
 
     Args:
       loop: a loop, whose parameters may be shapes.
-      num_rows: resident rows of a shard, instead of the loop's own.
-      max_length: slots per row, instead of the loop's own.
     """
-    of_shard = _of_shard(loop)
-    own = of_shard.resident_shape
-    shape = dataclasses.replace(
-        own,
-        batch_size=own.batch_size if num_rows is None else num_rows,
-        max_length=own.max_length if max_length is None else max_length,
-    )
-    state = jax.eval_shape(lambda: of_shard.empty(shape))
+    of_shard = loop.parts
+    shape = of_shard.shape
+    state = jax.eval_shape(lambda: init(of_shard))
     params = loop.params
     if isinstance(loop, ShardedLoop):
         state, params = loop.state_of_device(state), loop.params_of_device()
     target_kv, draft_kv = (_cache_bytes(part) for part in (state.cache, state.drafter))
+    of_token = shape.vocab_size * 4  # fp32
     return Parts(
         target_weights_bytes=num_bytes(params["target"]),
         draft_weights_bytes=num_bytes(params["drafter"]),
         target_kv_bytes=target_kv,
         draft_kv_bytes=draft_kv,
         buffers_bytes=num_bytes(state) - target_kv - draft_kv,
-        logits_bytes=_distribution_bytes(of_shard.shape, of_shard.shape.verify_length),
-        draft_probs_bytes=draft_probs_bytes(of_shard.shape),
+        logits_bytes=shape.batch_size * shape.verify_length * of_token,
+        draft_probs_bytes=shape.needs_draft_probs * shape.batch_size * shape.num_nodes * of_token,
+        drawing_bytes=_num_drawing_arrays(of_shard) * of_token,
     )
 
 
-def draft_probs_bytes(shape: EngineShape) -> int:
-    """Bytes of the fp32 distributions that a round's drafts were drawn from; 0 if the verifier does
-    not need them."""
-    return _distribution_bytes(shape, shape.needs_draft_probs * shape.num_nodes)
-
-
-def _distribution_bytes(shape: EngineShape, num_tokens: int) -> int:
-    """Bytes of `[B, num_tokens, V]` in fp32."""
-    return shape.batch_size * num_tokens * shape.vocab_size * 4
+def _num_drawing_arrays(parts: RoundParts) -> int:
+    """Arrays `[V]` of `Parts.drawing_bytes`. A few rows may draw more tokens at a time than a few
+    more rows do; here they do not, so that more rows never need fewer bytes."""
+    num_rows, length = parts.shape.batch_size, parts.shape.verify_length
+    if not parts.verifier.is_coupled:
+        return ARRAYS_PER_COMPARISON * num_rows * length
+    numbers = (*range(1, min(num_rows, SMALLEST_PART)), num_rows)
+    on_host = parts.shape.loops_run_on_host
+    return ARRAYS_PER_DRAW * max(
+        each * num_drawn_together(each, length, loops_run_on_host=on_host) for each in numbers
+    )
 
 
 def _cache_bytes(state: PyTree) -> int:
@@ -182,7 +203,7 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
       SettingError: the state and the logits of a round do not fit into the free memory. The message
         gives the largest batch_size and the largest max_length that would.
     """
-    resident, parts = _of_shard(loop).resident_shape, measure_parts(loop)
+    resident, parts = loop.parts.resident_shape, measure_parts(loop)
     if isinstance(loop, ShardedLoop):
         devices = loop.mesh.devices.flatten().tolist()
     else:
@@ -201,7 +222,7 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
         weights_bytes=parts.weights_bytes,
         kv_bytes=parts.kv_bytes,
         buffers_bytes=parts.buffers_bytes,
-        logits_bytes=parts.logits_bytes + parts.draft_probs_bytes,
+        logits_bytes=parts.round_bytes,
         free_bytes=free,
     )
     if memory.free_bytes is not None and memory.needed_bytes > memory.free_bytes:
@@ -240,32 +261,23 @@ def _device(params: PyTree) -> Any:
     return jax.local_devices()[0]
 
 
-def _of_shard(loop: DecodeLoop | ShardedLoop) -> DecodeLoop:
-    return loop.loop if isinstance(loop, ShardedLoop) else loop
-
-
-def _state_bytes(loop: DecodeLoop | ShardedLoop, num_rows: int, max_length: int) -> int:
-    """Bytes of a state of this shape, per device."""
-    return measure_parts(loop, num_rows=num_rows, max_length=max_length).state_bytes
-
-
-def _logits_bytes(shape: EngineShape) -> int:
-    """Bytes of the fp32 logits of a round, and of its drafts' distributions if they are needed."""
-    return _distribution_bytes(shape, shape.verify_length) + draft_probs_bytes(shape)
+def _resized(parts: RoundParts, **sizes: int) -> RoundParts:
+    """The parts with another `batch_size` (of a shard) or `max_length`."""
+    return dataclasses.replace(parts, shape=dataclasses.replace(parts.shape, **sizes))
 
 
 def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) -> str:
     """The error message, with the largest batch_size and the largest max_length that fit."""
     free = memory.free_bytes
     assert free is not None
-    of_shard = _of_shard(loop)
-    scheduler, given = of_shard.scheduler, of_shard.shape.batch_size
+    shape = loop.parts.shape
+    given = shape.batch_size
     num_shards = loop.num_shards if isinstance(loop, ShardedLoop) else 1
 
     def needed_bytes(batch_size: int, max_length: int) -> int:
-        logits_bytes = _logits_bytes(dataclasses.replace(of_shard.shape, batch_size=batch_size))
-        state_bytes = _state_bytes(loop, scheduler.num_residents(batch_size), max_length)
-        return state_bytes + logits_bytes
+        resized = _resized(loop.parts, batch_size=batch_size, max_length=max_length)
+        found = measure_parts(dataclasses.replace(loop, parts=resized))
+        return found.state_bytes + found.round_bytes
 
     batch_size = largest_that_fits(lambda n: needed_bytes(n, memory.max_length), given, free)
     most_blocks = memory.max_length // BLOCK
@@ -277,7 +289,7 @@ def _does_not_fit(loop: DecodeLoop | ShardedLoop, memory: Memory, where: str) ->
         advice.append(f"a max_length of {blocks * BLOCK} at this batch_size")
     return (
         f"batch_size {num_shards * given} and max_length {memory.max_length} were given, whose KV, "
-        f"buffers and logits (of {of_shard.shape.verify_length} tokens a row) need "
+        f"buffers and logits (of {shape.verify_length} tokens a row) need "
         f"{in_units(memory.needed_bytes)} where {in_units(free)} are free {where} beside "
         f"{in_units(memory.weights_bytes)} of weights; "
         + (
@@ -311,3 +323,179 @@ def largest_that_fits(needed_bytes: Callable[[int], int], limit: int, num_bytes:
         else:
             high, high_bytes = n, n_bytes
     return low
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ProgramBytes:
+    """What XLA reports about a compiled program, per device.
+
+    Attributes:
+      name: `round` or `prefill`.
+      argument_bytes: its arguments, without parameters that it does not use.
+      output_bytes: its results.
+      alias_bytes: the part of the results that is written in place of arguments.
+      temporary_bytes: its temporaries.
+      lower_s: seconds to trace and lower it.
+      compile_s: seconds to compile it, or to load it from the persistent cache.
+    """
+
+    name: str
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temporary_bytes: int
+    lower_s: float
+    compile_s: float
+
+    @property
+    def added_bytes(self) -> int:
+        """The bytes that it needs besides its arguments. (`peak_memory_in_bytes` leaves temporaries
+        of donated arguments out.)"""
+        return self.output_bytes - self.alias_bytes + self.temporary_bytes
+
+
+def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]:
+    """The rounds and the prefill of a loop, compiled from shapes; nothing is allocated.
+
+    Args:
+      loop: a loop, whose parameters may be shapes. The devices of a mesh must exist, but may be
+        virtual.
+    """
+    number = each = jax.ShapeDtypeStruct((), jnp.int32)
+    state, params = jax.eval_shape(loop.init), jax.eval_shape(lambda: loop.params)
+    if isinstance(loop, ShardedLoop):
+        home, home_of_params = loop.state_shardings, loop.param_shardings
+        each = jax.ShapeDtypeStruct((loop.num_shards,), jnp.int32)
+    else:
+        # That of an executor, which then finds these programs in the compilation cache.
+        home = home_of(loop.params) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        home_of_params = home
+    state, params = shapes_at(state, home), shapes_at(params, home_of_params)
+    options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
+
+    def compile_one(name: str, function: Any, *arguments: Any) -> ProgramBytes:
+        started_s = time.perf_counter()
+        lowered = jax.jit(function, **options).lower(params, state, *arguments)
+        lowered_s = time.perf_counter()
+        memory: Any = lowered.compile().memory_analysis()
+        compiled_s = time.perf_counter()
+        return ProgramBytes(
+            name=name,
+            argument_bytes=memory.argument_size_in_bytes,
+            output_bytes=memory.output_size_in_bytes,
+            alias_bytes=memory.alias_size_in_bytes,
+            temporary_bytes=memory.temp_size_in_bytes,
+            lower_s=lowered_s - started_s,
+            compile_s=compiled_s - lowered_s,
+        )
+
+    return (
+        compile_one("round", loop.run, number, each),
+        compile_one("prefill", loop.prefill, each, each),
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlanBytes:
+    """What an engine takes, per device.
+
+    Attributes:
+      parts: bytes of weights, KV, buffers and logits.
+      added_bytes: what the larger of the two programs, the round and the prefill, needs besides its
+        arguments; the round's logits and its drafts' distributions are part of it.
+      programs: the compiled programs; empty if `added_bytes` was computed.
+    """
+
+    parts: Parts
+    added_bytes: int
+    programs: tuple[ProgramBytes, ...] = ()
+
+    @property
+    def total_bytes(self) -> int:
+        """All bytes."""
+        return self.parts.weights_bytes + self.generation_bytes
+
+    @property
+    def generation_bytes(self) -> int:
+        """All bytes except the weights."""
+        return self.parts.state_bytes + self.added_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object with the sums, and with the temporaries besides logits and distributions.
+        `temporaries` says whether these are `compiled` or `computed`."""
+        parts = dataclasses.asdict(self.parts)
+        del parts["drawing_bytes"]  # a part of the temporaries
+        named = self.parts.logits_bytes + self.parts.draft_probs_bytes
+        return {
+            **parts,
+            "temporaries_bytes": max(self.added_bytes - named, 0),
+            "temporaries": "compiled" if self.programs else "computed",
+            "generation_bytes": self.generation_bytes,
+            "total_bytes": self.total_bytes,
+        }
+
+
+def bytes_of(loop: DecodeLoop | ShardedLoop) -> PlanBytes:
+    """What an engine with this loop takes; compiles its programs to find out."""
+    programs = compile_programs(loop)
+    added_bytes = max(each.added_bytes for each in programs)
+    return PlanBytes(parts=measure_parts(loop), added_bytes=added_bytes, programs=programs)
+
+
+def fit_rows(
+    parts: RoundParts, budget_bytes: int, *, mesh: jax.sharding.Mesh | None = None
+) -> RoundParts:
+    """The parts with as many rows as fit into the budget and into what is free, beside weights and
+    programs; at most their own number.
+
+    The models, the length of a row and the draft length are the caller's. Weights and state are
+    read off shapes, without allocating anything. Programs are compiled to find the size of their
+    temporaries: first with as many rows as weights and state alone would allow, then with fewer,
+    until it is known how many are the most.
+
+    Args:
+      parts: those of one data shard.
+      budget_bytes: the budget per device.
+      mesh: the engine's mesh, or None.
+
+    Raises:
+      SettingError: one row does not fit; the message gives the smallest budget that would. Or one
+        row does not fit into the free memory.
+    """
+    budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
+
+    def with_rows(num_rows: int) -> DecodeLoop | ShardedLoop:
+        fewer = _resized(parts, batch_size=num_rows)
+        return DecodeLoop(fewer) if mesh is None else ShardedLoop(parts=fewer, mesh=mesh)
+
+    def state_bytes(num_rows: int) -> int:
+        found = measure_parts(with_rows(num_rows))
+        return found.weights_bytes + found.state_bytes
+
+    # A budget may be larger than what is free; no program of so many rows is compiled.
+    alone, limit = measure_memory(with_rows(1)), budget_bytes
+    if alone.free_bytes is not None:
+        limit = min(limit, alone.weights_bytes + alone.free_bytes)
+    # The most rows that are known to fit, and the fewest that are known not to.
+    most, too_many = 0, 1 + largest_that_fits(state_bytes, parts.shape.batch_size, limit)
+    num_rows = too_many - 1
+    while most < num_rows:
+        found = bytes_of(with_rows(num_rows))
+        if found.total_bytes <= limit:
+            most = num_rows
+        else:
+            too_many = num_rows
+        if too_many == 1:
+            break
+        # Next, as many as fit with these temporaries, of which fewer rows need no more.
+        num_rows = largest_that_fits(state_bytes, too_many - 1, limit - found.added_bytes)
+        num_rows = min(max(num_rows, most + 1), too_many - 1)
+    if most:
+        return _resized(parts, batch_size=most)
+    least = bytes_of(with_rows(1))
+    raise SettingError(
+        f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given, and one row needs "
+        f"{in_units(least.total_bytes)} ({least.total_bytes} bytes), of which "
+        f"{in_units(least.parts.weights_bytes)} are weights; raise the budget, lower the "
+        "max_length, or see what `jaxspec plan` proposes."
+    )

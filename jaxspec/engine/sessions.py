@@ -234,7 +234,7 @@ def open_session(core: EngineCore, intake: Intake, *, exactness: str, reread: bo
     """
     check_keeps_rows(core.executor)
     core.executor.check_weights()  # they may be probed
-    is_bitwise = reread or exactness != "bitwise" or core.executor.keeps_prompt_bits
+    is_bitwise = reread or exactness != "bitwise" or core.kept.rows.keeps_prompt_bits
     return Session(
         core,
         intake,
@@ -258,7 +258,7 @@ def cache_prefix(
     ticket = intake.single(
         prompt, one, None, False, None, chat_template, chat_template_kwargs, None
     )
-    prefix = Conversation(is_reread=not core.executor.keeps_prompt_bits)
+    prefix = Conversation(is_reread=not core.kept.rows.keeps_prompt_bits)
     ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
     num_tokens = ticket.prompt_length
     with core.lock:  # no other request may take the row before it has been copied
@@ -269,7 +269,7 @@ def cache_prefix(
                 f"The prefix could not be read ({completion.stop_reason}); try again, with another "
                 "engine if this one has ended."
             )
-        num_bytes = core.executor.row_bytes(num_tokens)
+        num_bytes = core.kept.rows.row_bytes(num_tokens)
         if not core.watched(lambda: core.kept.add_prefix(prefix)):
             raise SettingError(
                 f"A prefix of {num_tokens} tokens was given, whose KV takes {in_units(num_bytes)}, "
@@ -281,9 +281,9 @@ def cache_prefix(
 
 def check_keeps_rows(executor: Executor) -> None:
     """Raises `SettingError` if rows of an executor cannot outlive their requests."""
-    if executor.loop.layout != "ragged":
+    if executor.parts.layout != "ragged":
         raise SettingError(
-            f"A session was asked for, and the layout is {executor.loop.layout}, which moves the "
+            f"A session was asked for, and the layout is {executor.parts.layout}, which moves the "
             "KV of rows that have ended; use the ragged layout."
         )
 

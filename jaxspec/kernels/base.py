@@ -7,6 +7,7 @@ parameters' dtype, as in Hugging Face's models.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -242,12 +243,20 @@ class Kernels:
       highest: see `jaxspec.kernels.highest.highest`.
       is_width_invariant: whether a token gets the same bits in windows of every width, as long as
         these kernels leave no product to XLA. Engines test it before they rely on it.
+      platform: JAX's name of the kind of device that programs are made for; see `on`.
     """
 
     attention: Attention = block_attention
     product: Product = product
     highest: FindHighest = highest
     is_width_invariant: bool = False
+    platform: str = "cpu"
+
+    def on(self, platform: str) -> Kernels:
+        """These kernels for programs of another platform."""
+        find = functools.partial(highest, in_blocks=platform != "gpu")
+        own = {"highest": find} if self.highest is highest else {}
+        return dataclasses.replace(self, platform=platform, **own)
 
     def pack(self, weight: jax.Array | PackedWeight, num_input_axes: int = 1) -> Any:
         """A weight in the form that `product` reads fastest: `[in..., out...]` or a `PackedWeight`.

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec import sums
-from jaxspec.runtime.environment import loops_run_on_host
 
 BLOCK = 64  # size of the blocks of scores whose maxima are compared first
 
@@ -28,17 +27,21 @@ class Highest(NamedTuple):
     log_total: jax.Array
 
 
-def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
+def highest(
+    scores: jax.Array, count: int, sharpness: jax.Array | None = None, *, in_blocks: bool = True
+) -> Highest:
     """The `count` highest of `scores` `[B, ..., V]` fp32; on a tie, the first ones.
 
     XLA:CPU's `top_k` handles one score at a time, but the maximum of a block is vectorised. The
     highest scores are in the blocks with the highest maxima, so `top_k` only has to look at these.
+    A GPU looks at all of them.
 
     Args:
       scores: may be -inf. For a row with a NaN, `log_total` is NaN and the other results are
         unspecified, except that `places` are valid indices.
       count: at most V.
       sharpness: `[B]` fp32, above 0; None means 1.
+      in_blocks: static, whether maxima of blocks are compared first.
     """
     *leading, size = scores.shape
     scaled = scores
@@ -46,7 +49,7 @@ def highest(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -
         scaled = jnp.expand_dims(sharpness, range(1, scores.ndim)) * scores
     log_total = sums.logsumexp(scaled)[..., 0]
     num_blocks = -(-size // BLOCK)
-    if loops_run_on_host() or num_blocks <= 2 * count:
+    if not in_blocks or num_blocks <= 2 * count:
         return Highest(*lax.top_k(scores, count), log_total)
     padding = [*[(0, 0)] * len(leading), (0, num_blocks * BLOCK - size)]
     blocks = jnp.pad(scores, padding, constant_values=-jnp.inf)

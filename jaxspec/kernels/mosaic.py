@@ -105,6 +105,7 @@ def attend_grouped(
             dtype=dtype,
             sliding_window=sliding_window,
             num_sinks=num_sinks,
+            interpret=bool(interpret),
         )
     chex.assert_shape(window.positions, (num_rows, window_length))
     dtype, block = jnp.dtype(dtype), layer.block

@@ -52,7 +52,7 @@ def pallas_attention(
     dtype: jnp.dtype,
     sliding_window: int | None = None,
     num_sinks: int | None = None,
-    interpret: bool | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
@@ -68,7 +68,7 @@ def pallas_attention(
       dtype: dtype of the KV that is read.
       sliding_window: number of slots that a query sees, or None for all.
       num_sinks: number of first slots that it sees as well, or None.
-      interpret: run in Pallas' interpreter; None does so unless there is a GPU.
+      interpret: static, whether to run in Pallas' interpreter.
     """
     return attend_grouped(
         by_kv_head(queries, layer.num_heads),
@@ -99,7 +99,7 @@ def attend_grouped(
     dtype: jnp.dtype,
     sliding_window: int | None,
     num_sinks: int | None = None,
-    interpret: bool | None = None,
+    interpret: bool = False,
 ) -> jax.Array:
     """Attention `[B, T, Q, H]` of queries by KV head, `[B, K, T, G, H]`; see `pallas_attention`."""
     num_rows, num_heads, window_length, group, head_size = queries.shape
@@ -141,7 +141,7 @@ def attend_grouped(
     of_splits = pl.BlockSpec((None, None, num_splits, padded), lambda row, head: (row, head, 0, 0))
     settings = {
         "compiler_params": triton.CompilerParams(num_warps=4 if padded <= 32 else 8, num_stages=2),
-        "interpret": _is_interpreted(interpret),
+        "interpret": interpret,
     }
     highest, total, output = pl.pallas_call(
         functools.partial(
@@ -263,10 +263,6 @@ def is_supported(window: Window, *, group: int, head_size: int) -> bool:
 
 def _padded(num_queries: int) -> int:
     return max(_MIN_SIZE, pl.next_power_of_2(num_queries))
-
-
-def _is_interpreted(interpret: bool | None) -> bool:
-    return jax.default_backend() != "gpu" if interpret is None else interpret
 
 
 def pages_of(table: kv.Table) -> tuple[jax.Array, jax.Array]:
@@ -428,7 +424,7 @@ def write_window(
     query_norm: jax.Array | None,
     key_norm: jax.Array | None,
     epsilon: float,
-    interpret: bool | None = None,
+    interpret: bool = False,
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Queries `[B, K, T, G, H]`, and the layer's KV with the window's own written in place.
 
@@ -466,7 +462,7 @@ def write_window(
         ),
         input_output_aliases={len(inputs) - len(stored) + i: 1 + i for i in range(len(stored))},
         compiler_params=triton.CompilerParams(num_warps=1, num_stages=1),
-        interpret=_is_interpreted(interpret),
+        interpret=interpret,
         name="write_window",
     )(*inputs)
     return queries, jax.tree.unflatten(form, written)
@@ -557,6 +553,18 @@ class PallasKernels(Kernels):
     """
 
     grouped_attention: Attention = attend_grouped
+    platform: str = "gpu"
+
+    def on(self, platform: str) -> PallasKernels:
+        """These kernels for a GPU, or interpreted for another platform."""
+        own: Any = super().on(platform)
+        if platform == "gpu":
+            return own
+        return dataclasses.replace(
+            own,
+            attention=functools.partial(self.attention, interpret=True),
+            grouped_attention=functools.partial(self.grouped_attention, interpret=True),
+        )
 
     def attend(
         self,
@@ -587,7 +595,9 @@ class PallasKernels(Kernels):
                 **span,
                 **settings,
             )
-        queries, layer = write_window(qkv, layer, table, window, angles, **settings)
+        queries, layer = write_window(
+            qkv, layer, table, window, angles, interpret=self.platform != "gpu", **settings
+        )
         heads = self.grouped_attention(queries, layer, table, window, dtype=dtype, **span)
         return heads, layer
 

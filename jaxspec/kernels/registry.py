@@ -31,23 +31,28 @@ KERNELS: Mapping[str, tuple[str, str]] = {
 }
 
 
-@functools.cache
-def get_kernels(name: str) -> Kernels:
-    """The kernels with this name.
+def get_kernels(name: str, platform: str | None = None) -> Kernels:
+    """The kernels with this name, for programs of a platform; None for JAX's default one.
 
     Raises:
       SettingError: there are no kernels with this name, or their dependencies cannot be imported.
     """
+    return _kernels_on(name, platform or jax.default_backend())
+
+
+@functools.cache
+def _kernels_on(name: str, platform: str) -> Kernels:
     if name not in KERNELS:
         raise SettingError(f"There are no kernels {name!r}; choose one of {', '.join(KERNELS)}.")
     module, attribute = KERNELS[name]
     try:
-        return getattr(importlib.import_module(module), attribute)
+        kernels: Kernels = getattr(importlib.import_module(module), attribute)
     except ImportError as error:
         raise SettingError(
             f"kernels={name!r} was given, but this JAX lacks what they are written in ({error}); "
             "choose 'xla'."
         ) from error
+    return kernels.on(platform)
 
 
 def check_kernels(name: str) -> None:

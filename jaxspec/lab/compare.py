@@ -22,13 +22,13 @@ import numpy as np
 from jaxspec.audit.judge import Divergences, judge_all
 from jaxspec.audit.probe import probe
 from jaxspec.cache import pages as kv
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import choose_verify_length, default_draft_length, does_not_fit
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.lab.intervals import CONFIDENCE, Interval, mean_interval
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import (
@@ -278,7 +278,7 @@ class DrafterComparison:
 
 def compare(
     target: Model | str,
-    drafters: Mapping[str, Drafter | str | None] | Sequence[str],
+    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None] | Sequence[str],
     prompts: Sequence[Prompt] | Prompt,
     params: Params | Sequence[Params] | None = None,
     *,
@@ -450,7 +450,7 @@ def run_candidates(
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
     for label, engine in engines.items():
-        if engine.executor.loop.drafter.shares_state:
+        if engine.executor.parts.drafter.shares_state:
             tell(f"{label}: with what it has learned")
             warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
 
@@ -485,7 +485,7 @@ def run_candidates(
 
 
 def _check(
-    drafters: Mapping[str, Drafter | str | None],
+    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None],
     prompts: Sequence[Prompt],
     categories: Sequence[str] | None,
 ) -> None:

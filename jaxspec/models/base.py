@@ -227,6 +227,7 @@ class LanguageModel:
         the model, `native` falls back to `xla`, and `mosaic` and `pallas` are refused.
       kv_dtype: the dtype in which KV is stored: None is that of the parameters; `int8` takes half
         the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
+      platform: JAX's name of the kind of device that its programs are made for.
 
     Raises:
       SettingError: unknown kernels, kernels that cannot be used here, an unknown KV dtype, or a
@@ -241,6 +242,7 @@ class LanguageModel:
     generation_config: dict[str, Any] = dataclasses.field(default_factory=dict)
     kernels: KernelsName = "xla"
     kv_dtype: kv.KvDtype | None = None
+    platform: str = dataclasses.field(default_factory=lambda: jax.default_backend())
 
     def __post_init__(self):
         check_kernels(self.kernels)
@@ -271,7 +273,7 @@ class LanguageModel:
     @property
     def is_width_invariant(self) -> bool:
         """Whether its kernels declare it; see `Kernels` and `models.width_probe`."""
-        return get_kernels(self.kernels).is_width_invariant
+        return kernels_of(self).is_width_invariant
 
     def pack(self, params: PyTree) -> PyTree:
         """Parameters in the form that the kernels read fastest, from any form that
@@ -286,7 +288,7 @@ class LanguageModel:
             given.
         """
         params = decoder.without_tied_head(self.config, params, name=self.name)
-        return decoder.pack_params(params, get_kernels(self.kernels))
+        return decoder.pack_params(params, kernels_of(self))
 
     def check_params(self) -> None:
         """Raises `ModelError` unless the parameters have the shapes that `config` asks for, and one
@@ -337,11 +339,12 @@ class LanguageModel:
             head_size=self.config.head_size,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            is_written_by_head=self.platform == "tpu",
         )
 
     def forward(self, params, tokens, window, cache):
         """Last layer's hidden states `[B, T, E]` before the final norm, and the cache."""
-        kernels = get_kernels(self.kernels)
+        kernels = kernels_of(self)
         return decoder.forward(self.config, params, tokens, window, cache, kernels=kernels)
 
     @property
@@ -351,14 +354,14 @@ class LanguageModel:
 
     def forward_features(self, params, tokens, window, cache, taps):
         """`forward`, with the residual stream `[B, T, n, E]` after each of `taps` layers."""
-        kernels = get_kernels(self.kernels)
+        kernels = kernels_of(self)
         return decoder.forward_features(
             self.config, params, tokens, window, cache, taps, kernels=kernels
         )
 
     def logits(self, params, hidden):
         """Logits `[..., V]` fp32."""
-        return decoder.head(self.config, params, hidden, kernels=get_kernels(self.kernels))
+        return decoder.head(self.config, params, hidden, kernels=kernels_of(self))
 
     def final_norm(self, params, hidden):
         """Hidden states `[..., E]` after the final norm."""
@@ -366,7 +369,7 @@ class LanguageModel:
 
     def head(self, params, normed):
         """Logits `[..., V]` fp32 of normed hidden states; `logits` does both in one product."""
-        kernels = get_kernels(self.kernels)
+        kernels = kernels_of(self)
         return decoder.head(self.config, params, normed, is_normed=True, kernels=kernels)
 
     def head_rows(self, params, tokens):
@@ -376,4 +379,6 @@ class LanguageModel:
 
 def kernels_of(model: Model | None) -> Kernels:
     """The kernels of a model of the package; XLA's for any other."""
-    return get_kernels(model.kernels) if isinstance(model, LanguageModel) else XLA
+    if isinstance(model, LanguageModel):
+        return get_kernels(model.kernels, model.platform)
+    return XLA

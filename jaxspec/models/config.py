@@ -14,6 +14,8 @@ import numpy as np
 
 from jaxspec.errors import ModelError
 
+MAX_LAYERS = 10_000  # so that a damaged number is refused before anything is made of it
+
 RopeScaling: TypeAlias = Literal["none", "linear", "llama3", "yarn"]
 
 
@@ -154,6 +156,8 @@ class ModelConfig:
         counts = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_query_heads")
         for name in (*counts, "num_kv_heads", "head_size", "max_length"):
             _check_count(name, getattr(self, name))
+        if self.num_layers > MAX_LAYERS:
+            raise _out_of_range("num_layers", self.num_layers, f"at most {MAX_LAYERS}")
         epsilon = self.norm_epsilon
         if not isinstance(epsilon, (int, float, np.floating)) or not 0 < np.float32(epsilon) <= 1:
             raise _out_of_range("norm_epsilon", epsilon, "a number above 0 and at most 1")

@@ -237,7 +237,7 @@ def pack_params(params: Params, kernels: Kernels, *, consume: bool = False) -> P
         made["head"] = pack(params["head"], 1)
     elif isinstance(embedding, TiedEmbedding):
         made["embedding"] = TiedEmbedding(head=pack(embedding.head, 1))
-    elif embedding is not None and jax.default_backend() == "cpu":
+    elif embedding is not None and kernels.platform == "cpu":
         head = embedding.T
         free(embedding, after=head)
         made["embedding"] = TiedEmbedding(head=pack(head, 1))

@@ -9,6 +9,7 @@ model's own weights. What follows the logits is tested too: filters, draws and l
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Hashable
@@ -21,10 +22,10 @@ from jax import lax
 
 from jaxspec import sampling, sums
 from jaxspec.cache import pages as kv
-from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models.base import LanguageModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
+from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import PyTree, Window
 
 _log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def is_width_invariant(
     size = batch_size, verify_length, tree_depth
     if not isinstance(model, LanguageModel):
         return _try_widths(model, model.params, *size, score=_whole(model), init=model.init_cache)
-    key = (model.config, model.dtype, model.kv_dtype, model.kernels, *size)
+    key = (model.config, model.dtype, model.kv_dtype, model.kernels, model.platform, *size)
     if key not in _found:
         first = {**model.params, "layers": model.params["layers"][:1]}
         score, init = _first_layer(model)
@@ -77,7 +78,7 @@ def _whole(model: Model) -> _Score:
 
 def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
     """The embedding, one layer and the head; a cache for that layer."""
-    config, kernels = model.config, get_kernels(model.kernels)
+    config, kernels = model.config, kernels_of(model)
 
     def score(params, tokens, window, cache):
         hidden = decoder.embed(params, tokens)
@@ -95,6 +96,7 @@ def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
             head_size=config.head_size,
             dtype=model.dtype,
             kv_dtype=model.kv_dtype,
+            is_written_by_head=model.platform == "tpu",
         )
 
     return score, init
@@ -156,7 +158,7 @@ def _try_widths(
             num_tokens,
         )
         return False
-    if tree_depth == 0 and not _are_equal(*_draw_widths(found[0][0])):
+    if tree_depth == 0 and not _are_equal(*_draw_widths(found[0][0], loops_run_on_host())):
         _log.warning(
             "Draws and log-probabilities of %d tokens at once and of 1 have other bits on this "
             "device; every round scores %d tokens instead.",
@@ -173,8 +175,8 @@ def _are_equal(one: PyTree, other: PyTree) -> bool:
     return all(a.tobytes() == b.tobytes() for a, b in pairs)
 
 
-@jax.jit
-def _draw_widths(logits: jax.Array) -> PyTree:
+@functools.partial(jax.jit, static_argnums=1)
+def _draw_widths(logits: jax.Array, runs_on_host: bool) -> PyTree:
     """What follows from logits `[B, T, V]`, with several positions at once and with one at a time:
     log-probabilities of token 0 and, of as many positions as are drawn together, the tokens drawn
     and their log-probabilities after top-p."""
@@ -183,7 +185,7 @@ def _draw_widths(logits: jax.Array) -> PyTree:
     # rounded differently keeps other tokens at the first position.
     p = sums.softmax(logits[:, 0])
     top_p = sums.total(jnp.where(p >= p[:, vocab_size // 2, None], p, 0))[:, 0]
-    rows = sampling.neutral_sampling(num_rows).replace(top_p=top_p)
+    rows = sampling.neutral_sampling(num_rows).replace(top_p=top_p, loops_run_on_host=runs_on_host)
 
     def draw(logits: jax.Array, start: jax.Array | int) -> tuple[jax.Array, jax.Array]:
         filtered = sampling.filtered_logits(logits, rows)
@@ -203,7 +205,7 @@ def _draw_widths(logits: jax.Array) -> PyTree:
     def logprobs(logits: jax.Array, start: jax.Array | int) -> jax.Array:
         return sums.log_softmax(logits)[..., 0]
 
-    size = sampling.num_drawn_together(num_rows, num_tokens)
+    size = sampling.num_drawn_together(num_rows, num_tokens, loops_run_on_host=runs_on_host)
     return (
         (draw(logits[:, :size], 0), logprobs(logits, 0)),
         (one_by_one(draw, size), one_by_one(logprobs, num_tokens)),

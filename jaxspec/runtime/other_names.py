@@ -28,10 +28,10 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
             ("speculative_model", "draft_model", "assistant_model"),
             "drafter, e.g. drafter='demo-draft'",
         ),
-        "speculative_config": "drafter and draft_length",
+        "speculative_config": "drafter={'kind': ..., 'model': ...} and draft_length",
         "prompt_lookup_num_tokens": "draft_length, with drafter='ngram'",
         **dict.fromkeys(
-            ("prompt_lookup_min", "prompt_lookup_max"), "drafter='ngram:MIN-MAX', e.g. 'ngram:2-4'"
+            ("prompt_lookup_min", "prompt_lookup_max"), "drafter={'kind': 'ngram', ...}"
         ),
         **dict.fromkeys(("max_model_len", "max_seq_len", "max_cache_len"), "max_length"),
         **dict.fromkeys(("max_num_seqs", "max_batch_size"), "batch_size"),

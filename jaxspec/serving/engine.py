@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -43,21 +43,21 @@ from flax import struct
 from jax.core import Tracer
 
 from jaxspec.cache.pages import KVCache, copy_row
-from jaxspec.checkpoint.resolve import as_model
 from jaxspec.decode.settings import (
     LONGER_DRAFTS,
     check_draft_length,
     default_draft_length,
-    make_loop,
     warn_of_long_rows,
     warn_of_unused,
 )
 from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.names import make_drafter
 from jaxspec.engine.admission import make_admission
+from jaxspec.engine.config import EngineConfig, ServingSettings, make_parts
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import as_model
 from jaxspec.models.base import Model
 from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
@@ -67,7 +67,6 @@ from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, whole_number
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
-from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
 ALONE = np.int32(0)  # the only row of a one-row state
 ONE = np.int32(1)
@@ -132,14 +131,10 @@ class ServingEngine:
     Args:
       target: the model to decode with.
       drafter: what proposes tokens; None decodes plainly, one token per step.
-      verifier: what decides how much of a draft is kept; default `Coupled()`.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
         number of nodes, or 4.
-      verify_length: T, tokens scored per round; default `draft_length + 1`.
-      batch_size: B, rows of the batch.
-      max_length: slots per row for prompt and output, rounded up to a multiple of 128. The last
-        round of a row needs `verify_length` slots. Each `Prefilled` has the same number.
-      prefill_chunk: prompt tokens prefilled per call.
+      settings: `verifier`, `verify_length`, `batch_size`, `max_length` and `prefill_chunk`, as in
+        `EngineConfig`. Each `Prefilled` has `max_length` slots.
 
     Raises:
       SettingError: a setting out of range.
@@ -165,39 +160,29 @@ class ServingEngine:
     def __init__(
         self,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         *,
-        verifier: Verifier | VerifierName | None = None,
         draft_length: int | None = None,
-        verify_length: int | None = None,
-        batch_size: int = 8,
-        max_length: int = 1024,
-        prefill_chunk: int = 128,
+        **settings: Unpack[ServingSettings],
     ):
+        for name in settings.keys() - ServingSettings.__annotations__.keys():
+            raise TypeError(f"ServingEngine got an unexpected keyword argument {name!r}")
+        if draft_length is not None:
+            draft_length = whole_number("draft_length", draft_length)
+        config = EngineConfig(scheduler=Static(), draft_length=draft_length, **settings)
         self.target = target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        loop = make_loop(
-            target,
-            drafter,
-            verifier=make_verifier("coupled" if verifier is None else verifier),
-            scheduler=Static(),
-            draft_length=draft_length,
-            verify_length=verify_length,
-            batch_size=batch_size,
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
-        )
-        warn_of_long_rows(target, drafter, max_length)
-        self.shape = loop.shape
+        parts = make_parts(target, drafter, config)
+        warn_of_long_rows(target, drafter, config.max_length)
+        self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)
         self.draft_length = 0
         if drafter is not None:
-            chosen = default_draft_length(drafter) if draft_length is None else draft_length
-            self.draft_length = whole_number("draft_length", chosen)
+            self.draft_length = draft_length or default_draft_length(drafter)
         # Prompts are prefilled by the same functions, in a state of one row.
         one_row = dataclasses.replace(self.shape, batch_size=1)
-        self._batch = Executor(loop)
-        self._row = Executor(dataclasses.replace(loop, shape=one_row))
+        self._batch = Executor(parts)
+        self._row = Executor(dataclasses.replace(parts, shape=one_row))
         self.params = self._batch.params
         program = self._batch.program
         self.programs: dict[str, Any] = {
@@ -223,7 +208,7 @@ class ServingEngine:
         on any thread."""
         number = np.int32(0)
         admission = make_admission(
-            self._make_request([0], SamplingParams(seed=0)), self._batch.loop, draft_length=0
+            self._make_request([0], SamplingParams(seed=0)), self._batch.parts, draft_length=0
         )
         home = self._batch.home
         state = compilation.shapes_at(self._batch.eval_state(), home)
@@ -284,7 +269,7 @@ class ServingEngine:
             draft_length = self.draft_length
         elif draft_length != 0:
             check_draft_length(draft_length, self.shape.verify_length, advice=LONGER_DRAFTS)
-        admission = make_admission(request, self._batch.loop, draft_length=draft_length)
+        admission = make_admission(request, self._batch.parts, draft_length=draft_length)
         programs = self.programs
         state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)
         for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):

@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import jax
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import JaxspecError, SettingError
+from jaxspec.load.models import load_model
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.serving.engine import ServingEngine

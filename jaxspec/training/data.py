@@ -74,14 +74,6 @@ class Document(NamedTuple):
     text: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Documents:
-    """The texts of one domain, split by whole document."""
-
-    train: list[str]
-    held_out: list[str]
-
-
 def discover_domains(corpora: pathlib.Path) -> list[Domain]:
     """A domain of weight 1 for each subdirectory that has JSONL files, or the directory itself."""
     _check_directory(corpora)
@@ -96,8 +88,11 @@ def discover_domains(corpora: pathlib.Path) -> list[Domain]:
     )
 
 
-def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()) -> Documents:
-    """The documents of a domain, without those whose source contains a string of `exclude`.
+def read_documents(
+    domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()
+) -> tuple[list[Document], list[Document]]:
+    """The documents of a domain to train on and those held out, without those whose source contains
+    a string of `exclude`.
 
     A directory's `valid.jsonl` is held out. Without one, about 3 % of the documents are, chosen by
     a hash of source and text or, if that selects none, the last tenth of the last document.
@@ -105,14 +100,6 @@ def read_domain(domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
     """
-    train, held_out = read_documents(domain, corpora, exclude)
-    return Documents(train=[text for _, text in train], held_out=[text for _, text in held_out])
-
-
-def read_documents(
-    domain: Domain, corpora: pathlib.Path, exclude: Sequence[str] = ()
-) -> tuple[list[Document], list[Document]]:
-    """`read_domain`, with the sources: the documents to train on, and those held out."""
     path = corpora / domain.source
     in_train, in_held_out = [path], []
     if domain.source != _STDLIB and not path.is_file():
@@ -264,11 +251,10 @@ def plan_rows(
     num_rows: int,
     length: int,
     seed: tuple[int, ...],
-    is_extensible: bool = False,
 ) -> Plan:
     """Draws each row's stream by weight. Within a stream, windows come in random order, each once
-    per pass, with different boundaries in every pass. An extensible plan begins with the rows of
-    any shorter one.
+    per pass, with different boundaries in every pass. A plan begins with the rows of any shorter
+    one.
 
     Raises:
       SettingError: a stream is shorter than one window.
@@ -287,8 +273,7 @@ def plan_rows(
         (rows,) = np.nonzero(stream == index)
         starts: list[np.ndarray] = []
         num_drawn = 0
-        if is_extensible:  # otherwise this draw would depend on how many were drawn above
-            rng = np.random.default_rng((*seed, index))
+        rng = np.random.default_rng((*seed, index))  # whatever was drawn for the streams before
         while num_drawn < len(rows):
             shift = rng.integers(0, min(length, stream_length - length))
             cuts = np.arange(shift, stream_length - length, length)

@@ -2,109 +2,62 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple
 
+import jax
 import numpy as np
 import xxhash
 
-from jaxspec.errors import CheckpointError, ModelError, SettingError
-from jaxspec.runtime.options import LARGEST_NUMBER
-from jaxspec.training import runs
-from jaxspec.training.text_rows import fill_rows
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.checkpoint.manifest import kind_of
+from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import save_drafter
+from jaxspec.load.models import load_model
+from jaxspec.models.config import ModelConfig
+from jaxspec.training.schedule import Branch
+from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text, check_writer, read_texts
+from jaxspec.training.trainer import Task, TrainSettings
+from jaxspec.types import PyTree
 
 # Without a file of held-out texts, each of so many texts is held out.
 _HELD_OUT_EVERY = 20
-# Settings that do not change what is trained, so a run may be resumed with others.
-_FREE_FIELDS = (
-    "out",
-    "target",
-    "texts",
-    "held_out",
-    "resume",
-    "log_every",
-    "evaluate_every",
-    "evaluate_texts",
-    "checkpoint_every",
-)
+NUM_EVALUATED = 64  # held-out texts that are measured during a run; at its end, all are
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterTrainConfig:
+class DrafterTrainConfig(TrainSettings, abc.ABC):
     """Settings of every run that trains a drafter on its target's texts.
 
     Attributes:
       target: the model that the drafter drafts for, as a name for `load_model`.
       texts: the file that `jaxspec train texts` had this target write.
-      out: directory of the run, for checkpoint, log, result and, at the end, the drafter.
       held_out: a file of texts written with `--split held-out`, to measure on; without it, every
         twentieth of `texts` is held out.
       tokens: total number of training tokens, including prompts.
-      batch_tokens: tokens per step.
       sequence_length: tokens per row, which holds several texts; longer texts are cut.
       dtype: the dtype in which target and drafter are computed; parameters and optimizer are
         float32.
-      learning_rate: the peak, reached after `warmup_fraction` of the steps; then a cosine decays it
-        to a tenth.
-      warmup_fraction: fraction of the steps used for warm-up.
-      weight_decay: weight decay of matrices.
-      clip_norm: largest global norm of the gradient.
-      resume: continue the run in `out`.
-      seed: seed of parameters and row order.
-      log_every: steps between log lines.
-      evaluate_every: steps between measurements on held-out texts.
-      evaluate_texts: number of held-out texts for these; at the end all of them are measured.
-      checkpoint_every: steps between checkpoints.
     """
+
+    FREE: ClassVar[tuple[str, ...]] = (*TrainSettings.FREE, "target", "texts", "held_out")
 
     target: str
     texts: pathlib.Path
-    out: pathlib.Path
     held_out: pathlib.Path | None = None
     tokens: int = 1_000_000
-    batch_tokens: int = 2048
     sequence_length: int = 512
     dtype: Literal["float32", "bfloat16"] = "float32"
-    learning_rate: float = 1e-3
-    warmup_fraction: float = 0.04
-    weight_decay: float = 0.0
-    clip_norm: float = 1.0
-    resume: bool = False
-    seed: int = 0
-    log_every: int = 20
-    evaluate_every: int = 200
-    evaluate_texts: int = 64
-    checkpoint_every: int = 100
 
-    def __post_init__(self):
-        every = ("log_every", "evaluate_every", "evaluate_texts", "checkpoint_every")
-        runs.check_positive(self, "tokens", most=LARGEST_NUMBER)
-        runs.check_positive(self, "batch_tokens", "sequence_length", *every)
-        runs.check_optimizer(self)
-        if self.tokens < self.step_tokens:
-            raise SettingError(
-                f"{self.tokens} tokens are less than one step of {self.step_tokens}; raise tokens, "
-                "or lower batch_tokens and sequence_length."
-            )
-
-    @property
-    def num_rows(self) -> int:
-        """Number of rows of a step."""
-        return max(1, self.batch_tokens // self.sequence_length)
-
-    @property
-    def step_tokens(self) -> int:
-        """Tokens of a step with full rows."""
-        return self.num_rows * self.sequence_length
-
-    @property
-    def num_steps(self) -> int:
-        """Number of steps of the run."""
-        return self.tokens // self.step_tokens
+    @abc.abstractmethod
+    def drafter_config(self, target: ModelConfig) -> Any:
+        """The drafter that these settings describe."""
 
 
 class Split(NamedTuple):
@@ -121,82 +74,146 @@ class Split(NamedTuple):
     num_skipped: int
 
 
-def check_run(
-    config: DrafterTrainConfig, written: Mapping[pathlib.Path, Callable[[pathlib.Path], bool]]
-) -> None:
-    """Raises `CheckpointError` if the run or its results could not be written.
+class DrafterTask(Task):
+    """A drafter that is trained on its target's texts, beside the frozen target. `PRODUCT` is its
+    kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced.
 
-    Args:
-      config: the run.
-      written: directories that the run writes at its end, each with whether an existing one may be
-        replaced.
-    """
-    runs.check_out(config.out, resume=config.resume)
-    for directory, may_replace in written.items():
-        if directory.exists() and not may_replace(directory):
-            raise CheckpointError(
-                f"{directory} exists, and the trained drafter would be written there; name another "
-                "directory or move it."
-            )
-
-
-def read_split(
-    config: DrafterTrainConfig, digest: str, is_usable: Callable[[Text], bool], *, needs: str
-) -> Split:
-    """The texts of a run.
-
-    Args:
-      config: the run.
-      digest: `weights_digest` of the target.
-      is_usable: tells whether a text can be trained on.
-      needs: what unusable texts lack, for the message.
-
-    Raises:
-      SettingError: the held-out texts begin documents that are trained on.
-      ModelError: the texts were written by another target, or none is usable.
-      CheckpointError: the texts cannot be read.
+    Attributes:
+      target: as it is loaded; `frozen` are its parameters, not packed.
+      config: the drafter's.
+      split: the texts.
     """
 
-    def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
-        read = read_texts(path)
-        check_writer(read, path, target=config.target, weights=digest)
-        kept = [text for text in read.texts if is_usable(text)]
-        if not kept:
+    settings: DrafterTrainConfig
+
+    def __init__(self, settings: DrafterTrainConfig):
+        super().__init__(settings)
+        self.target = load_model(settings.target, dtype=settings.dtype, kernels="xla")
+        self.frozen = unpacked(self.target.params)
+        self.config = settings.drafter_config(self.target.config)
+        digest = weights_digest(self.frozen)
+        self.split = self._read_split(digest)
+        num_rows = settings.ends()[-1].num_steps * settings.num_rows
+        self._rows = plan_rows(settings, self.split.training, num_rows)
+        self.about = {self.PRODUCT: dataclasses.asdict(self.config)}
+        written = json.dumps([[text.prompt, text.output] for text in self.split.training]).encode()
+        self.fingerprint = settings.decisive() | {
+            "drafter": json.loads(json.dumps(dataclasses.asdict(self.config))),
+            "target_weights": digest,
+            "texts": xxhash.xxh3_128(written).hexdigest(),
+        }
+
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
+        """Whether it holds a drafter of the same kind."""
+        return kind_of(product) == cls.PRODUCT
+
+    @property
+    def needs(self) -> str:
+        """What a text needs to be trained on, for messages."""
+        return "a token after its prompt that could be drafted"
+
+    def is_usable(self, text: Text) -> bool:
+        """Whether a text can be trained on: a token of its output could be drafted, as two come
+        before it, within a row."""
+        return self.length_of(text) > max(len(text.prompt), 2)
+
+    @abc.abstractmethod
+    def drafter(self, params: PyTree) -> Any:
+        """The drafter with these parameters, in the target's dtype."""
+
+    def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
+        """Figures for the result, from texts, with parameters in the target's dtype."""
+        return {}
+
+    def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
+        """Writes the drafter, and measures it on all held-out texts."""
+        params, product = self.cast(params), out / self.PRODUCT
+        save_drafter(self.drafter(params), product, target=self.target, overwrite=True)
+        return {
+            "num_texts": len(self.split.training),
+            "num_skipped_texts": self.split.num_skipped,
+            **self.measure(params, self.split.held_out),
+            self.PRODUCT: str(product),
+        }
+
+    def batch(self, index: int, end: Branch | None) -> Any:
+        """The texts of a step."""
+        return self.texts_of(index)
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def length_of(self, text: Text) -> int:
+        """Tokens of a text, at most those of a row."""
+        return min(len(text.prompt) + len(text.output), self.settings.sequence_length)
+
+    def places(self, index: int) -> range:
+        """The rows of a step, by their number in the run."""
+        num_rows = self.settings.num_rows
+        return range(index * num_rows, (index + 1) * num_rows)
+
+    def texts_of(self, index: int) -> TextBatch:
+        """The texts of a step."""
+        rows = [[self.split.training[text] for text in self._rows[n]] for n in self.places(index)]
+        return pack_texts(rows, self.settings.sequence_length)
+
+    def cast(self, params: PyTree) -> PyTree:
+        """Parameters in the target's dtype."""
+        return jax.tree.map(lambda leaf: leaf.astype(self.target.dtype), params)
+
+    def _read_split(self, digest: str) -> Split:
+        """The texts of a run on the target whose `weights_digest` this is.
+
+        Raises:
+          SettingError: the held-out texts begin documents that are trained on.
+          ModelError: the texts were written by another target, or none is usable.
+          CheckpointError: the texts cannot be read.
+        """
+        settings = self.settings
+
+        def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
+            read = read_texts(path)
+            check_writer(read, path, target=settings.target, weights=digest)
+            kept = [text for text in read.texts if self.is_usable(text)]
+            if not kept:
+                raise ModelError(
+                    f"None of the {len(read.texts)} texts in {path} has {self.needs}, within "
+                    f"sequence_length {settings.sequence_length}; write longer texts, or raise it."
+                )
+            return read.header, kept, len(read.texts) - len(kept)
+
+        _, training, num_skipped = usable(settings.texts)
+        if settings.held_out is not None:
+            header, held_out, num_short = usable(settings.held_out)
+            if header.get("split") == "train":
+                raise SettingError(
+                    f"The texts in {settings.held_out} begin documents to train on; write others "
+                    "by `jaxspec train texts --split held-out`."
+                )
+            return Split(training, held_out, num_skipped + num_short)
+        held_out = training[::_HELD_OUT_EVERY]
+        training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
+        if not training:
             raise ModelError(
-                f"None of the {len(read.texts)} texts in {path} has {needs}, within "
-                f"sequence_length {config.sequence_length}; write longer texts, or raise it."
+                f"There is one text in {settings.texts}, which leaves none to measure on; write "
+                "more of them, or give held_out."
             )
-        return read.header, kept, len(read.texts) - len(kept)
-
-    _, training, num_skipped = usable(config.texts)
-    if config.held_out is not None:
-        header, held_out, num_short = usable(config.held_out)
-        if header.get("split") == "train":
-            raise SettingError(
-                f"The texts in {config.held_out} begin documents to train on; write others by "
-                "`jaxspec train texts --split held-out`."
-            )
-        return Split(training, held_out, num_skipped + num_short)
-    held_out = training[::_HELD_OUT_EVERY]
-    training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
-    if not training:
-        raise ModelError(
-            f"There is one text in {config.texts}, which leaves none to measure on; write more of "
-            "them, or give held_out."
-        )
-    return Split(training, held_out, num_skipped)
+        return Split(training, held_out, num_skipped)
 
 
-def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text], num_steps: int) -> list[list[int]]:
-    """The texts, by index, of every row of this many steps: pass after pass over all of them. Plans
-    for more steps begin with the same rows."""
-    num_rows = num_steps * config.num_rows
-    lengths = text_lengths(texts, config.sequence_length)
+def plan_rows(
+    settings: DrafterTrainConfig, texts: Sequence[Text], num_rows: int
+) -> list[list[int]]:
+    """The texts, by index, of so many rows: pass after pass over all of them. Plans for more rows
+    begin with the same ones."""
+    lengths = text_lengths(texts, settings.sequence_length)
     rows: list[list[int]] = []
     num_passes = 0
     while len(rows) < num_rows:
-        rng = np.random.default_rng((config.seed, num_passes))
-        rows += fill_rows(lengths, config.sequence_length, rng)
+        rng = np.random.default_rng((settings.seed, num_passes))
+        rows += fill_rows(lengths, settings.sequence_length, rng)
         num_passes += 1
     return rows[:num_rows]
 
@@ -204,21 +221,3 @@ def plan_rows(config: DrafterTrainConfig, texts: Sequence[Text], num_steps: int)
 def text_lengths(texts: Iterable[Text], row_length: int) -> list[int]:
     """Number of tokens of each text, at most that of a row."""
     return [min(len(text.prompt) + len(text.output), row_length) for text in texts]
-
-
-def fingerprint(
-    config: DrafterTrainConfig, texts: Sequence[Text], *, free: Sequence[str] = (), **decisive: Any
-) -> dict[str, Any]:
-    """Everything that decides a run's result: its settings, its texts, and `decisive` values.
-
-    Args:
-      config: the run.
-      texts: the texts that it is trained on.
-      free: settings of this kind of run that do not affect the result.
-      decisive: further JSON values that decide the result.
-    """
-    fields = dataclasses.asdict(config)
-    kept = {name: fields[name] for name in fields if name not in (*_FREE_FIELDS, *free)}
-    written = json.dumps([[text.prompt, text.output] for text in texts]).encode()
-    kept |= {**decisive, "texts": xxhash.xxh3_128(written).hexdigest()}
-    return json.loads(json.dumps(kept))

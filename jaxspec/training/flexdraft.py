@@ -1,37 +1,34 @@
 """Training of FlexDraft on its target's texts: `jaxspec train flexdraft`.
 
 The target is frozen. Loss and anchors follow DFlash (2602.06036, A.1), whose blocks are drafted in
-the same way; FlexDraft's authors have not published theirs. A run is a function of its
-`FlexTrainConfig`, its target and its texts; see `training.runs`.
+the same way; FlexDraft's authors have not published theirs.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import save_drafter
 from jaxspec.drafters.flexdraft.config import FlexConfig, flex_config, param_shapes
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.drafters.flexdraft.files import holds_flexdraft
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import unpacked
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.options import check_between
-from jaxspec.training import drafters, runs
-from jaxspec.training.drafters import DrafterTrainConfig
+from jaxspec.training.drafters import (
+    NUM_EVALUATED,
+    DrafterTask,
+    DrafterTrainConfig,
+    text_lengths,
+)
 from jaxspec.training.dual_path import (
     BlockBatch,
     BlockScores,
@@ -40,12 +37,19 @@ from jaxspec.training.dual_path import (
     score_blocks,
     slot_weights,
 )
-from jaxspec.training.runs import OnStep, TrainState
+from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
+from jaxspec.training.trainer import (
+    LARGEST_RATE,
+    OnStep,
+    check_positive,
+    make_optimizer,
+    train,
+    weighted_mean,
+)
 from jaxspec.types import PyTree
 
-_COMMAND = "jaxspec train flexdraft"
 _MASK_STDDEV = 0.02
 # Weight of the loss without calibration, which falls from the first value to the second over the
 # run.
@@ -62,8 +66,7 @@ class FlexTrainConfig(DrafterTrainConfig):
       block: K, the number of tokens of a block.
       rank: the rank of the calibrator.
       anchors: number of blocks that are drafted in a row, at new random places in every pass.
-      learning_rate: the peak for the draft projectors, which start as copies of the target's;
-        reached after `warmup_fraction` of the steps, then a cosine decays it to a tenth.
+      learning_rate: the peak for the draft projectors, which start as copies of the target's.
       new_learning_rate: the same for the mask and the calibrator.
     """
 
@@ -76,9 +79,9 @@ class FlexTrainConfig(DrafterTrainConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        runs.check_positive(self, "layers", "rank", "anchors", "block")
+        check_positive(self, "layers", "rank", "anchors", "block")
         check_between(
-            "new_learning_rate", self.new_learning_rate, 0, runs.LARGEST_RATE, excludes_least=True
+            "new_learning_rate", self.new_learning_rate, 0, LARGEST_RATE, excludes_least=True
         )
         if self.block < 2:
             raise SettingError(
@@ -86,33 +89,21 @@ class FlexTrainConfig(DrafterTrainConfig):
                 "more."
             )
 
-    def flex_config(self, target: ModelConfig) -> FlexConfig:
+    def drafter_config(self, target: ModelConfig) -> FlexConfig:
         """The sizes that these settings describe."""
         return flex_config(
             target, num_deep_layers=self.layers, block_size=self.block, rank=self.rank
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class FlexAccuracy:
-    """How often mask rows predict the tokens that the target wrote, given the true tokens before
-    them.
+def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Trains FlexDraft as `config` says and writes it to `config.out / "flexdraft"`.
 
-    Attributes:
-      top1: accuracy of the likeliest token for slots 1 to K - 1, with calibration.
-      uncalibrated_top1: the same for slots 0 to K - 1, without calibration.
-      num_tokens: how many tokens each of the K slots predicted.
-      accepted: number of correct drafts of a block before the first wrong one, on average over
-        blocks within a text. Decoding accepts fewer, because its blocks begin where earlier drafts
-        went wrong.
-      uncalibrated_accepted: the same without calibration.
+    See `trainer.train`. The result also has `num_texts` and `num_skipped_texts`, `held_out` (the
+    fields of `FlexAccuracy` for all texts and by domain), and `flexdraft` (the drafter's
+    directory).
     """
-
-    top1: list[float]
-    uncalibrated_top1: list[float]
-    num_tokens: list[int]
-    accepted: float
-    uncalibrated_accepted: float
+    return train(FlexTask, config, on_step=on_step)
 
 
 def init_flexdraft(config: FlexConfig, target_params: Params, key: jax.Array) -> dict[str, Any]:
@@ -170,191 +161,122 @@ def flexdraft_loss(
     scores = score_blocks(config, params, target_params, batch)
     is_label = scores.is_label.astype(jnp.float32)
     weights = is_label * jnp.asarray(slot_weights(config.block_size))[None, None]
-    calibrated = runs.weighted_mean(scores.calibrated_loss[..., 1:], weights[..., 1:])
-    loss = calibrated + uncalibrated * runs.weighted_mean(scores.loss, weights)
+    calibrated = weighted_mean(scores.calibrated_loss[..., 1:], weights[..., 1:])
+    loss = calibrated + uncalibrated * weighted_mean(scores.loss, weights)
     is_right = scores.is_right_calibrated.astype(jnp.float32)
     metrics = {"loss": loss, "calibrated_loss": calibrated}
     for slot in range(1, config.block_size):
-        metrics[f"top1/{slot}"] = runs.weighted_mean(is_right[..., slot], is_label[..., slot])
+        metrics[f"top1/{slot}"] = weighted_mean(is_right[..., slot], is_label[..., slot])
     return loss, metrics
 
 
 @functools.lru_cache
-def make_flex_optimizer(
-    *,
-    learning_rate: float,
-    new_learning_rate: float,
-    warmup_fraction: float,
-    weight_decay: float,
-    clip_norm: float,
-    num_steps: int,
-) -> optax.GradientTransformation:
-    """`runs.make_optimizer` with one learning rate for draft projectors and another for the new
-    parameters (mask and calibrator). Equal settings give the same object."""
-    by_rate = runs.make_optimizer(
-        learning_rate=learning_rate,
-        warmup_fraction=warmup_fraction,
-        weight_decay=weight_decay,
-        clip_norm=clip_norm,
-        num_steps=num_steps,
-    )
+def make_flex_optimizer(new_rate: float) -> optax.GradientTransformation:
+    """`make_optimizer` whose updates of the new parameters (mask and calibrator) are `new_rate`
+    times as large. Equal rates give the same object."""
 
     def is_new(params: PyTree) -> dict[str, bool]:
         return {name: name != "layers" for name in params}
 
-    return optax.chain(
-        by_rate, optax.masked(optax.scale(new_learning_rate / learning_rate), is_new)
-    )
+    return optax.chain(make_optimizer(), optax.masked(optax.scale(new_rate), is_new))
 
 
-@functools.partial(jax.jit, donate_argnums=0, static_argnames=("config", "optimizer"))
-def train_step(
-    state: TrainState,
-    target_params: PyTree,
-    batch: BlockBatch,
-    uncalibrated: jax.Array,
-    *,
-    config: FlexConfig,
-    optimizer: optax.GradientTransformation,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The state after one optimizer step, and the batch's metrics; the given state is donated."""
+class FlexBatch(NamedTuple):
+    """The texts and blocks of a step, and the weight of the loss without calibration, an fp32
+    scalar."""
 
-    def loss_of(params):
-        return flexdraft_loss(config, params, target_params, batch, uncalibrated)
-
-    gradients, metrics = jax.grad(loss_of, has_aux=True)(state.params)
-    metrics["gradient_norm"] = optax.tree.norm(gradients)
-    return runs.apply_gradients(state, gradients, optimizer), metrics
+    blocks: BlockBatch
+    uncalibrated: jax.Array
 
 
-def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
-    """Trains FlexDraft as `config` says and writes it to `config.out / "flexdraft"`.
+@dataclasses.dataclass(frozen=True)
+class FlexLoss:
+    """`flexdraft_loss` of these sizes."""
 
-    Args:
-      config: the run.
-      on_step: called after every step with the number of steps taken and the step's metrics.
+    flex: FlexConfig
 
-    Returns:
-      `steps`, `tokens`, `train_loss`, `num_params`, `num_texts` and `num_skipped_texts`, `held_out`
-      (the fields of `FlexAccuracy` for all texts and by domain), `flexdraft` (the drafter's
-      directory), `wall_s`.
-
-    Raises:
-      SettingError: the settings cannot be trained with, or another process is writing to
-        `config.out`.
-      ModelError: the texts were written by another target, or none can be trained on; or the sizes
-        do not fit the target.
-      CheckpointError: the texts cannot be read; there is nothing to resume, or it belongs to
-        another run; or `config.out` cannot be written.
-    """
-    with runs.run_directory(config.out):
-        drafters.check_run(config, {config.out / "flexdraft": holds_flexdraft})
-        return _train(config, on_step)
+    def __call__(
+        self, params: PyTree, frozen: PyTree, batch: FlexBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and the metrics; `frozen` are the target's parameters."""
+        return flexdraft_loss(self.flex, params, frozen, batch.blocks, batch.uncalibrated)
 
 
-def _train(config: FlexTrainConfig, on_step: OnStep | None) -> dict[str, Any]:
-    """`train_flexdraft` in a directory that no other process writes to."""
-    start_s = time.perf_counter()
-    target = load_model(config.target, dtype=config.dtype, kernels="xla")
-    target_params = unpacked(target.params)
-    flex = config.flex_config(target.config)
-    digest = weights_digest(target_params)
-    split = drafters.read_split(
-        config,
-        digest,
-        lambda text: _has_draft(text, config.sequence_length),
-        needs="a token after its prompt that could be drafted",
-    )
-    num_steps = config.num_steps
-    plan = drafters.plan_rows(config, split.training, num_steps)
-    optimizer = make_flex_optimizer(
-        learning_rate=config.learning_rate,
-        new_learning_rate=config.new_learning_rate,
-        warmup_fraction=config.warmup_fraction,
-        weight_decay=config.weight_decay,
-        clip_norm=config.clip_norm,
-        num_steps=num_steps,
-    )
-    fingerprint = drafters.fingerprint(
-        config, split.training, flexdraft=flex.to_json(), target_weights=digest
-    )
+class FlexTask(DrafterTask):
+    """FlexDraft for a target."""
 
-    def init(target_params: PyTree) -> TrainState:
-        params = init_flexdraft(flex, target_params, jax.random.key(config.seed))
-        # Copies, because training donates them, and the target keeps its own.
-        params = jax.tree.map(jnp.copy, params)
-        return TrainState(params=params, optimizer=optimizer.init(params))
+    PRODUCT = "flexdraft"
+    settings: FlexTrainConfig
 
-    state, first_step = runs.initial_state(
-        config.out,
-        init,
-        fingerprint,
-        operands=(target_params,),
-        resume=config.resume,
-        command=_COMMAND,
-    )
-    program = functools.partial(
-        Program(train_step, "the training step"), config=flex, optimizer=optimizer
-    )
+    def __init__(self, settings: FlexTrainConfig):
+        super().__init__(settings)
+        self.loss = FlexLoss(self.config)
+        self.optimizer = make_flex_optimizer(settings.new_learning_rate / settings.learning_rate)
 
-    def step(state: TrainState, index: int) -> tuple[TrainState, dict[str, jax.Array]]:
-        places = range(index * config.num_rows, (index + 1) * config.num_rows)
-        rows = [[split.training[text] for text in plan[place]] for place in places]
-        rngs = [np.random.default_rng((config.seed, place, 1)) for place in places]
-        batch = draw_blocks(pack_texts(rows, config.sequence_length), config.anchors, rngs)
-        first, last = _UNCALIBRATED
-        share = first + (last - first) * index / max(num_steps - 1, 1)
-        return program(state, target_params, batch, jnp.float32(share))
+    def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
+        """The target's projectors, and a calibrator that adds nothing yet."""
+        return init_flexdraft(self.config, frozen, key)
 
-    def measure(params: PyTree, texts: Sequence[Text]) -> dict[str, FlexAccuracy]:
-        return measure_flex_accuracy(
-            flex,
-            params,
-            target_params,
-            texts,
-            row_length=config.sequence_length,
-            anchors=config.anchors,
-        )
+    def batch(self, index: int, end: Branch | None) -> FlexBatch:
+        """The texts and blocks of a step."""
+        assert end is not None, "the weight of the loss without calibration depends on the end"
+        seed, (first, last) = self.settings.seed, _UNCALIBRATED
+        rngs = [np.random.default_rng((seed, place, 1)) for place in self.places(index)]
+        share = first + (last - first) * index / max(end.num_steps - 1, 1)
+        blocks = draw_blocks(self.texts_of(index), self.settings.anchors, rngs)
+        return FlexBatch(blocks, jnp.float32(share))
 
-    def evaluate(params: PyTree) -> dict[str, float]:
-        some = measure(params, split.held_out[: config.evaluate_texts])["all"]
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """How many drafts of a block are right."""
+        some = self._accuracy(self.cast(params), self.split.held_out[:NUM_EVALUATED])["all"]
         return {
             "held_out/accepted": some.accepted,
             "held_out/uncalibrated_accepted": some.uncalibrated_accepted,
         }
 
-    config.out.mkdir(parents=True, exist_ok=True)
-    state, metrics = runs.run_steps(
-        config,
-        config.out,
-        state,
-        range(first_step, num_steps),
-        step=step,
-        step_tokens=lambda _: config.step_tokens,
-        evaluate=evaluate,
-        fingerprint=fingerprint,
-        described={"flexdraft": flex.to_json()},
-        on_step=on_step,
-    )
-    directory = config.out / "flexdraft"
-    drafter = FlexDraft(flex, jax.tree.map(lambda leaf: leaf.astype(target.dtype), state.params))
-    save_drafter(drafter, directory, target=target, overwrite=True)
-    result = {
-        "steps": num_steps,
-        "tokens": num_steps * config.step_tokens,
-        "train_loss": metrics["loss"],
-        "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
-        "num_texts": len(split.training),
-        "num_skipped_texts": split.num_skipped,
-        "held_out": {
-            name: dataclasses.asdict(each)
-            for name, each in measure(state.params, split.held_out).items()
-        },
-        "flexdraft": str(directory),
-        "wall_s": time.perf_counter() - start_s,
-    }
-    runs.write_result(config.out, result)
-    return result
+    def drafter(self, params: PyTree) -> FlexDraft:
+        """FlexDraft."""
+        return FlexDraft(self.config, params)
+
+    def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
+        """Accuracy of every slot."""
+        found = self._accuracy(params, texts)
+        return {"held_out": {name: dataclasses.asdict(each) for name, each in found.items()}}
+
+    def _accuracy(self, params: PyTree, texts: Sequence[Text]) -> dict[str, FlexAccuracy]:
+        return measure_flex_accuracy(
+            self.config,
+            params,
+            self.frozen,
+            texts,
+            row_length=self.settings.sequence_length,
+            anchors=self.settings.anchors,
+        )
+
+
+# Accuracy
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FlexAccuracy:
+    """How often mask rows predict the tokens that the target wrote, given the true tokens before
+    them.
+
+    Attributes:
+      top1: accuracy of the likeliest token for slots 1 to K - 1, with calibration.
+      uncalibrated_top1: the same for slots 0 to K - 1, without calibration.
+      num_tokens: how many tokens each of the K slots predicted.
+      accepted: number of correct drafts of a block before the first wrong one, on average over
+        blocks within a text. Decoding accepts fewer, because its blocks begin where earlier drafts
+        went wrong.
+      uncalibrated_accepted: the same without calibration.
+    """
+
+    top1: list[float]
+    uncalibrated_top1: list[float]
+    num_tokens: list[int]
+    accepted: float
+    uncalibrated_accepted: float
 
 
 def measure_flex_accuracy(
@@ -377,7 +299,7 @@ def measure_flex_accuracy(
       anchors: number of blocks that are drafted in a row, always the same ones.
     """
     rng = np.random.default_rng(0)
-    rows = fill_rows(drafters.text_lengths(texts, row_length), row_length, rng)
+    rows = fill_rows(text_lengths(texts, row_length), row_length, rng)
     found: dict[str, list[np.ndarray]] = {}
     for row in rows:
         texts_of_row = [texts[index] for index in row]
@@ -418,9 +340,3 @@ _SCORE = Program(
     "the accuracy of FlexDraft",
     shapes_vary=True,
 )
-
-
-def _has_draft(text: Text, row_length: int) -> bool:
-    """Whether a token of the output could be drafted: two come before it, within a row."""
-    length = min(len(text.prompt) + len(text.output), row_length)
-    return length > max(len(text.prompt), 2)

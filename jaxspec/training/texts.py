@@ -25,9 +25,9 @@ import numpy as np
 import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
@@ -36,7 +36,8 @@ from jaxspec.runtime.directories import check_can_write, check_regular_file
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.options import LARGEST_NUMBER
-from jaxspec.training import data, runs
+from jaxspec.training import data
+from jaxspec.training.trainer import check_positive, json_object
 
 KIND = "texts"
 # Requests passed to the engine at a time: enough that its last, partly filled batches cost little.
@@ -91,9 +92,9 @@ class TextsConfig:
     seed: int = 0
 
     def __post_init__(self):
-        runs.check_positive(self, "tokens", most=LARGEST_NUMBER)
+        check_positive(self, "tokens", most=LARGEST_NUMBER)
         counts = ("min_prompt_tokens", "max_prompt_tokens", "output_tokens", "batch_size")
-        runs.check_positive(self, *counts)
+        check_positive(self, *counts)
         if self.max_prompt_tokens < self.min_prompt_tokens:
             raise SettingError(
                 f"max_prompt_tokens {self.max_prompt_tokens} is below min_prompt_tokens "
@@ -226,7 +227,7 @@ def read_texts(path: pathlib.Path) -> Texts:
             "texts`."
         ) from error
     lines = content.split(b"\n")[:-1]  # an incomplete last line is dropped
-    header = _json_object(lines[0]) if lines else None
+    header = json_object(lines[0]) if lines else None
     if header is None or header.get("kind") != KIND or type(header.get("vocab_size")) is not int:
         raise CheckpointError(
             f"{path} does not begin with a header of texts; give a file that `jaxspec train texts` "
@@ -234,7 +235,7 @@ def read_texts(path: pathlib.Path) -> Texts:
         )
     texts = []
     for number, line in enumerate(lines[1:], start=2):
-        fields = _json_object(line)
+        fields = json_object(line)
         text = None if fields is None else _text(fields, header["vocab_size"])
         if text is None:
             raise CheckpointError(
@@ -385,14 +386,6 @@ def _written(
                 yield Text(
                     prompt.domain, prompt.source, prompt.token_ids, list(completion.token_ids)
                 )
-
-
-def _json_object(line: bytes) -> dict[str, Any] | None:
-    try:
-        fields = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return fields if isinstance(fields, dict) else None
 
 
 def _text(fields: dict[str, Any], vocab_size: int) -> Text | None:

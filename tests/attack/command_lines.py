@@ -157,18 +157,28 @@ def _names():
         yield ("generate", "--target", model, "--prompt", "hello")
         yield (*PROMPT, "--draft", model)
         yield ("convert", model, "{absent}")
-    drafters = ("", " ", "x", "None", "ngram:", "ngram:1", "ngram:1-", "ngram:-1", "ngram:0-4",
-                "ngram:4-2", "ngram:1-65", "ngram:1-999999999999", f"ngram:1-{HUGE}", "ngram:a-b",
-                "ngram:1-2-3", "ngram:1.0-2", "ngram: 1-2", "ngram:\u0661-\u0662-", "Ngram",
-                "draft_model", "draft_model:", "draft_model:x", "draft_model@:demo-draft",
-                "draft_model@2:demo-draft", "draft_model@-1:demo-draft",
-                "draft_model@nan:demo-draft",
-                "draft_model@x:demo-draft", "draft_model@inf:demo-draft", "draft_model@0.5:",
+    drafters = ("", " ", "x", "None", "ngram:", "ngram:1", "ngram[4]", "ngram@4", "Ngram",
+                "draft_model", "draft_model:", "draft_model:x", "draft_model@0.5:demo-draft",
+                "{", "{}", "{1}", "[]", '{"kind": "x"}', '{"kind": 1}', '{"kind": "ngram", "x": 1}',
+                '{"model": 1}', '{"model": null}', '{"model": ""}', "{" * 5000, '{"kind": ' * 5000,
                 "a.b:c", "os:getcwd", "os:nothing", "json:loads", "builtins:dict",
                 "os.path:join", ":x", "x:", ":", "::", "a:b:c", "1:2", "a b:c", "..:x",
                 "~nouser/x", "draft_model:~nouser/x", "\udcff:x")  # fmt: skip
     for drafter in drafters:
         yield (*PROMPT, "--drafter", drafter)
+    for settings in ("", "x", "1", "[]", "null", "{", '{"x": 1}', '{"kind": 1}', '{"model": 1}',
+                     '{"prompt_lookup_max": 0}', '{"prompt_lookup_max": 65}',
+                     '{"prompt_lookup_max": "4"}', '{"prompt_lookup_max": 1.5}',
+                     f'{{"prompt_lookup_max": {HUGE}}}', '{"prompt_lookup_max": null}',
+                     '{"prompt_lookup_min": 5}', '{"branches": 0}', '{"branches": -1}'
+                     ):  # fmt: skip
+        yield (*PROMPT, "--drafter", "ngram", "--drafter-args", settings)
+    for settings in ("2", "-1", "NaN", "Infinity", '"x"', "null", "[]"):
+        args = f'{{"min_confidence": {settings}}}'
+        yield (*PROMPT, "--draft", "demo-draft", "--drafter-args", args)
+    for settings in ('"4x4"', '"4x4:99"', '"0x0:0"', '""', '"x"', "1.5", "[]", "{}", "true"):
+        yield (*PROMPT, "--draft", "demo-draft", "--drafter-args", f'{{"tree": {settings}}}')
+    yield (*PROMPT, "--drafter-args", '{"branches": 4}')
     yield (*PROMPT, "--drafter", "ngram", "--draft", "demo-draft")
     yield (*PROMPT, "--drafter", "draft_model:demo-draft", "--draft", "demo-draft")
 

@@ -19,7 +19,7 @@ import tiny
 import xxhash
 from attack import outcomes
 
-from jaxspec.checkpoint.resolve import cached_models, load_model
+from jaxspec.load.models import cached_models, load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import KERNELS_DIRECTORY
 

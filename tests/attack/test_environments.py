@@ -354,7 +354,7 @@ IN_LOCALES = (
     "generate --target {}/caf\u00e9 --prompts {}/prompts.txt --max-tokens 4",
     "compare --target demo-target --drafter none --drafter ngram --limit 2 --max-tokens 4",
     "convert {}/caf\u00e9 {}/out",
-    "plan --target qwen3-0.6b --budget 8GiB --short",
+    "plan --target demo-target --budget 80MiB --draft-lengths 0",
     "chat --target demo-target --max-tokens 4",
     "cache list",
     "env",

@@ -19,8 +19,9 @@ import pytest
 import tiny
 from attack import outcomes
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.cli import main
+from jaxspec.load.models import load_model
+from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.lm import load_run
 
 ROOT = Path(__file__).parents[2]
@@ -67,11 +68,12 @@ class Place:
             "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
             "--num-query-heads", 2, "--num-kv-heads", 1, "--head-size", 8,
             "--checkpoint-every", 1, "--evaluate-every", 1000, "--evaluate-tokens", 256,
+            "--warmup-steps", 2,
         )  # fmt: skip
 
     def command(self) -> list[str]:
         """The program's command line, now: a run of `train` is resumed where there is one."""
-        resumes = self.name == "train" and (self.output / "checkpoint.msgpack").exists()
+        resumes = self.name == "train" and latest_step(self.output) is not None
         return [sys.executable, "-m", "jaxspec", *self.arguments, *["--resume"] * resumes]
 
     def found(self) -> bytes | None:
@@ -86,7 +88,7 @@ class Place:
         if self.name == "generate":
             return self.output.read_bytes()
         if self.name == "train":
-            if not (self.output / "checkpoint.msgpack").exists():
+            if latest_step(self.output) is None:
                 return None
             params = load_run(self.output).params
         else:
@@ -291,20 +293,25 @@ def test_many_full_disks(disk, inputs, whole, record_property):
     attack_disks(disk, inputs, whole, sizes).finish(record_property)
 
 
-def test_standard_output_that_takes_nothing(record_property):
-    """A full one, and a closed one: one sentence on standard error."""
+# How standard output is given: a full one, a closed one, and standard error closed, too.
+REDIRECTIONS = {"full": ">/dev/full", "closed": ">&-", "none": ">&- 2>&-"}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["cache list", "--help", pytest.param("cache list --json", marks=pytest.mark.slow)],
+)
+def test_standard_output_that_takes_nothing(arguments, record_property):
+    """One sentence on standard error."""
     tally = outcomes.Tally("standard output")
-    command = f"{sys.executable} -m jaxspec"
-    for name, redirection in {"full": ">/dev/full", "closed": ">&-", "none": ">&- 2>&-"}.items():
-        for arguments in ("cache list", "cache list --json", "--help"):
-            outcome = outcomes.of_process(
-                ["bash", "-c", f"{command} {arguments} {redirection}"], cwd=ROOT
-            )
-            if name == "none" and outcome.reason.startswith("status 1 and no single sentence"):
-                outcome = outcomes.Outcome("refused", "by the status")
-            if outcome.kind == "unchanged":
-                outcome = outcomes.Outcome("failed", "nothing was said")
-            tally.add(f"{arguments}, {name}", outcome)
+    command = f"{sys.executable} -m jaxspec {arguments}"
+    for name, redirection in REDIRECTIONS.items():
+        outcome = outcomes.of_process(["bash", "-c", f"{command} {redirection}"], cwd=ROOT)
+        if name == "none" and outcome.reason.startswith("status 1 and no single sentence"):
+            outcome = outcomes.Outcome("refused", "by the status")
+        if outcome.kind == "unchanged":
+            outcome = outcomes.Outcome("failed", "nothing was said")
+        tally.add(f"{arguments}, {name}", outcome)
     tally.finish(record_property)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxspec.audit import evidence
-from jaxspec.audit.scoring import Segment
+from jaxspec.audit.segment import Segment
 
 
 def segment_of(log_p, tokens, noise):

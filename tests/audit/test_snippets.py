@@ -9,7 +9,7 @@ import tiny
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import read_outputs
 from jaxspec.audit.snippets import NAMES, snippet
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.load.models import load_model
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -23,13 +23,13 @@ from xxhash import xxh3_128_hexdigest
 
 from jaxspec import convert
 from jaxspec.checkpoint import format as checkpoint
-from jaxspec.checkpoint import resolve
 from jaxspec.checkpoint.format import load_converted, save_model
 from jaxspec.checkpoint.manifest import FileChecksum, check_files, read_manifest, write_manifest
-from jaxspec.checkpoint.resolve import cached_models, load_model, remove_cached_model
 from jaxspec.errors import CheckpointError, DamagedError, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.load import models as loading
+from jaxspec.load.models import cached_models, load_model, remove_cached_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -77,13 +77,13 @@ def hf(tmp_path) -> Path:
 @pytest.fixture
 def conversions(monkeypatch) -> list[str]:
     """The sources that were converted."""
-    made, original = [], resolve.convert_directory
+    made, original = [], loading.convert_directory
 
     def record(directory, destination, **options):
         made.append(options["source"])
         return original(directory, destination, **options)
 
-    monkeypatch.setattr(resolve, "convert_directory", record)
+    monkeypatch.setattr(loading, "convert_directory", record)
     return made
 
 
@@ -142,7 +142,7 @@ def test_a_model_is_loaded_in_the_dtype_of_its_checkpoint(tmp_path, monkeypatch,
 def test_the_embedded_pair_and_presets_are_float32_on_a_cpu(monkeypatch):
     for name in ("demo-target", "demo-draft"):
         assert load_model(name).dtype == jnp.float32
-    monkeypatch.setattr(resolve.registry, "random_model", lambda preset, *, dtype, **_: dtype)
+    monkeypatch.setattr(loading.registry, "random_model", lambda preset, *, dtype, **_: dtype)
     assert load_model("random:vicuna-68m") == jnp.float32
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert load_model("random:vicuna-68m") == jnp.bfloat16
@@ -347,7 +347,7 @@ def test_a_replacement_that_was_interrupted_is_finished_by_its_reader(saved):
 
 def test_checkpoints_import_neither_transformers_nor_torch():
     code = (
-        "import sys, jaxspec.checkpoint.resolve; "
+        "import sys, jaxspec.load.models; "
         "sys.exit(any(name in sys.modules for name in ('transformers', 'torch')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
@@ -364,7 +364,7 @@ def test_random_presets(monkeypatch):
         return tiny_model()
 
     with monkeypatch.context() as patch:
-        patch.setattr(resolve.registry, "random_model", record)
+        patch.setattr(loading.registry, "random_model", record)
         assert load_model("random:vicuna-68m") is tiny_model()
         load_model("random:vicuna-68m", dtype="bf16", sharding=place)
         patch.setattr(jax, "default_backend", lambda: "gpu")
@@ -581,7 +581,7 @@ def test_a_damaged_entry_is_made_again(hf, conversions, place):
 
 
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
-    code = "import sys; from jaxspec.checkpoint.resolve import load_model; load_model(sys.argv[1])"
+    code = "import sys; from jaxspec.load.models import load_model; load_model(sys.argv[1])"
     running = [
         subprocess.Popen([sys.executable, "-c", code, str(hf)], cwd=Path(__file__).parents[2])
         for _ in range(3)

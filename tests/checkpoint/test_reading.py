@@ -22,13 +22,13 @@ from heads import random_params
 
 import jaxspec
 from jaxspec import Engine, SamplingParams, cli, errors, load_drafter, load_model
-from jaxspec.checkpoint import resolve
-from jaxspec.checkpoint.resolve import cached_models, remove_cached_model
 from jaxspec.convert import convert
 from jaxspec.drafters.heads.config import heads_config
+from jaxspec.load import models as loading
+from jaxspec.load.models import cached_models, remove_cached_model
 from jaxspec.runtime import files
-from jaxspec.training import runs
-from jaxspec.training.lm.saved import read_tokenizer
+from jaxspec.training import checkpoints, trainer
+from jaxspec.training.lm_runs import load_run, read_tokenizer
 
 ASSETS = Path(jaxspec.__file__).parent / "assets" / "target"
 TINY = SamplingParams(max_tokens=4)
@@ -204,18 +204,26 @@ def test_a_cache_of_another_user(here):
 
 
 def test_a_run_of_training_that_is_closed(here):
-    run = here / "run"
-    run.mkdir()
-    for name in (runs.CHECKPOINT, "tokenizer.json"):
-        (run / name).write_bytes(b"0123456789abcdef")
+    run, old = here / "run", here / "old"
+    state = trainer.TrainState(params={"a": np.ones(2)}, optimizer={"b": np.ones(2)})
+    checkpoints.save(run, state, 3, {"fingerprint": {}, "metrics": {}})
+    old.mkdir()
+    for path in (old / trainer.OLD_CHECKPOINT, run / "tokenizer.json"):
+        path.write_bytes(b"0123456789abcdef")
+
+    def read_run():
+        step, about = checkpoints.read_about(run)
+        checkpoints.read_arrays(run, step, about, "params", state.params)
+
+    read_run()
+    assert_names_place(refusals(run / "checkpoints", read_run))
     reads = {
-        runs.CHECKPOINT: lambda: runs.read_checkpoint(run / runs.CHECKPOINT, command="train"),
-        "tokenizer.json": lambda: read_tokenizer(run / "tokenizer.json"),
-        "run": lambda: runs.check_out(run, resume=True),
+        old / trainer.OLD_CHECKPOINT: lambda: load_run(old),
+        run / "tokenizer.json": lambda: read_tokenizer(run / "tokenizer.json"),
+        run: lambda: trainer.check_out(run, resume=True),
     }
-    for name, read in reads.items():
-        found = refusals(run, read)
-        assert_names_place({place: told for place, told in found.items() if place.endswith(name)})
+    for path, read in reads.items():
+        assert_names_place({str(path): refusals(path.parent, read)[str(path)]})
 
 
 # Errors that say nothing about the files
@@ -254,7 +262,7 @@ def test_what_is_intact_is_never_called_damaged(here, monkeypatch, raised, expec
         raise raised
 
     monkeypatch.setattr(ocp, "load", fail)
-    monkeypatch.setattr(resolve, "convert_directory", None)  # nothing is converted again
+    monkeypatch.setattr(loading, "convert_directory", None)  # nothing is converted again
     for where, verify in itertools.product(("out", "hf"), (True, False)):
         with warnings.catch_warnings(action="error"), pytest.raises(expected) as found:
             load_model(here / where, verify=verify)
@@ -299,7 +307,6 @@ def test_a_forked_child_is_refused_at_every_door(here):
         lambda: load_drafter(here / "out", model),
         lambda: jaxspec.save_model(model, here / "saved"),
         lambda: jaxspec.save_drafter(heads, here / "heads"),
-        lambda: jaxspec.export_drafter(heads, here / "heads", "vllm", target=model),
         lambda: convert(here / "hf", here / "made"),
     ]
     child = os.fork()

@@ -56,7 +56,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
 
 
 def test_a_run_with_kv_in_int8_says_how_far_it_is_from_full_kv(cli, refused, models, prompts):
-    kv = ("--kv-dtype", "int8", "--draft-kv-dtype", "int8")
+    kv = ("--kv-dtype", "int8", "--drafter-args", '{"kv_dtype": "int8"}')
     options = ("audit", *settings(models), "--prompts", prompts)
     result = cli(*options, "--draft", models.draft, *kv, "--json")
     assert result.status == 0, result.err

@@ -14,16 +14,17 @@ import pytest
 import toy
 from jax import lax
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import bench
+from jaxspec.decode.loop import one_round
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench import measure, stages
-from jaxspec.lab.bench.compile_time import compile_times
+from jaxspec.lab.bench.cases import compile_times, parse_batches
 from jaxspec.lab.bench.decode import agreement
 from jaxspec.lab.bench.roofline import Ceilings, measure_ceilings
 from jaxspec.lab.cost import model as cost
+from jaxspec.load.models import load_model
 from jaxspec.models.decoder import num_params
 from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
@@ -38,7 +39,7 @@ def document(models, tmp_path_factory):
     """One decode bench, compile times left out: they take processes of their own."""
     plot = tmp_path_factory.mktemp("plots") / "rates.png"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+        patch.setattr(bench.cases, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
         command = bench.DecodeCommand(
             target=str(models.target),
             draft=str(models.draft),
@@ -128,7 +129,9 @@ def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkey
     llama = {"family": "llama", "has_qk_norm": False}
     monkeypatch.setitem(PRESETS, "tiny-target", toy.config(**llama))
     monkeypatch.setitem(PRESETS, "tiny-draft", toy.config(num_layers=1, **llama))
-    monkeypatch.setattr(bench, "compile_times", lambda *_, batch_size: fake_compile(batch_size))
+    monkeypatch.setattr(
+        bench.cases, "compile_times", lambda *_, batch_size: fake_compile(batch_size)
+    )
     command = bench.DecodeCommand(
         target="random:tiny-target",
         draft="random:tiny-draft",
@@ -294,13 +297,13 @@ def test_predict_takes_measured_acceptance(cli):
     [("1..64", [1, 2, 4, 8, 16, 32, 64]), ("3..10", [3, 6, 10]), ("1,8", [1, 8]), ("5", [5])],
 )
 def test_batches(text, sizes):
-    assert bench.parse_batches(text) == sizes
+    assert parse_batches(text) == sizes
 
 
 @pytest.mark.parametrize("text", ["", "0", "8..1", "1..x", "1,-2", "0..4"])
 def test_batches_that_make_no_sense_are_refused(text):
     with pytest.raises(SettingError, match=r"1\.\.64"):
-        bench.parse_batches(text)
+        parse_batches(text)
 
 
 @pytest.mark.parametrize(
@@ -369,25 +372,25 @@ def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     prompts = toy.prompts([4, 11])
     expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))
     assert np.array_equal(middle.num_committed, [4 + 6, 11 + 6])
-    loop = engine.executor.loop
-    draft, _ = loop.drafter.propose(
-        loop.shape, loop.params["drafter"], middle.drafter, stages.batch_view(middle)
+    parts, params = engine.executor.parts, engine.executor.params
+    draft, _ = parts.drafter.propose(
+        parts.shape, params["drafter"], middle.drafter, stages.batch_view(middle)
     )
     assert np.array_equal(draft.num_valid, [3, 3])
-    rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(loop, params), state))
-    after = rounds(loop.params, middle)
+    rounds = jax.jit(lambda params, state: lax.fori_loop(0, 12, again(parts, params), state))
+    after = rounds(params, middle)
     for row, (prompt, completion) in enumerate(zip(prompts, expected, strict=True)):
         first = len(prompt)
         assert after.num_committed[row] >= first + 18
         assert after.tokens[row, first : first + 18].tolist() == list(completion.token_ids)
 
 
-def again(loop, params):
-    return lambda _, state: loop.round(params, state)
+def again(parts, params):
+    return lambda _, state: one_round(parts, params, state)
 
 
 def test_stages_are_those_of_a_round(engine, middle):
-    parts = stages.round_stages(engine.executor.loop, middle)
+    parts = stages.round_stages(engine.executor.parts, middle)
     assert set(parts) == {"draft", "target", "verify", "commit", "round"}
     turns = time_loops(parts, repeats=1)
     assert all(turns.median_s(name) > 0 for name in parts)

@@ -56,7 +56,7 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
         ((), "was given nothing"),
         (("--drafter", "none"), "at least two different"),
         (("--drafter", "ngram", "--drafter", "ngram"), "at least two different"),
-        (("--drafter", "none", "--drafter", "ngram:x"), "ngram:MIN-MAX"),
+        (("--drafter", "none", "--drafter", "ngram:x"), "which takes prompt_lookup_min"),
         (("--drafter", "none", "--drafter", "ngram", "--limit", "0"), "--limit 0"),
         (
             tuple("--drafter none --drafter ngram --draft-length 4 --verify-length 3".split()),

@@ -10,11 +10,11 @@ import pytest
 import tiny
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.commands import demo
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram
 from jaxspec.lab import compare
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.telemetry.counters import Acceptance
@@ -115,8 +115,8 @@ class ScriptedEngine:
 
     @property
     def executor(self):
-        loop = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
-        return types.SimpleNamespace(loop=loop, state=())
+        parts = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
+        return types.SimpleNamespace(parts=parts, state=())
 
     def warm_up(self, on_program=None):
         return ()

@@ -23,12 +23,12 @@ from rich.console import Console
 
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
 from jaxspec.checkpoint.format import save_model
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands.outputs import round_lengths
-from jaxspec.drafters.names import make_drafter
 from jaxspec.errors import JaxspecError
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import load_model
 from jaxspec.requests.completions import find_stop, make_completion
 from jaxspec.requests.requests import make_requests
 from jaxspec.runtime.locks import only_writer
@@ -468,7 +468,7 @@ def test_spec_bench_format(cli, models, tmp_path):
     ]
     prompts.write_text("".join(json.dumps(question) + "\n" for question in questions))
     result = cli(
-        "generate", "--target", models.target, "--drafter", "ngram:1-3", "--prompts", prompts,
+        "generate", "--target", models.target, "--drafter", "ngram", "--prompts", prompts,
         "--output", path, "--format", "spec-bench", "--max-tokens", 12, "--ignore-eos", "--chat",
         "--chat-template", "vicuna", "--max-length", 400, "--batch-size", 2,
     )  # fmt: skip
@@ -630,73 +630,55 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
     for name, expected in (
         ("my_drafters:plain", NGram(1, 2)),
         ("jaxspec:NGram", NGram()),
-        ("ngram:2-3", NGram(2, 3)),
     ):
         assert make_drafter(name, target) == expected
     assert make_drafter("none", target) is None
     for name, message in (
-        ("my_drafters:nothing", "lacks parts of the Drafter protocol"),
+        ("my_drafters:nothing", "a subclass of jaxspec.Drafter"),
         ("my_drafters:two", "needs 2 arguments"),
         ("my_drafters:absent", "AttributeError"),
         ("no_such_module:factory", "No module named"),
         ("broken_drafters:factory", "ZeroDivisionError"),
         ("no_such_drafter", "There is no drafter 'no_such_drafter'"),
         (":factory", "There is no drafter"),
-        ("ngram:4", "write ngram, or ngram:MIN-MAX"),
-        ("ngram:4-2", "1 <= min <= max"),
-        ("draft_model", "The drafter 'draft_model' was given without a model"),
-        ("draft_model@0.4", "write draft_model@0.4:MODEL"),
-        ("draft_model@:x", "as in draft_model@0.4:MODEL"),
-        ("draft_model@half:x", "as in draft_model@0.4:MODEL"),
-        ("draft_model@1.5:x", "as in draft_model@0.4:MODEL"),
-        ("ngram@2:2-4", "There is no drafter"),
+        ("ngram:4", "which takes prompt_lookup_min"),
+        ("draft_model", "The drafter draft_model was given without a model"),
+        ("draft_model@0.4:x", "There is no drafter"),
     ):
         assert message in refused(*base, "--drafter", name)
+    args = ("--drafter-args", '{"prompt_lookup_max": 2}')
+    result = cli(*base, "--drafter", "jaxspec:NGram", *args, "--json")
+    assert result.document["engine"]["drafter"] == "ngram:1-2"
 
 
-def test_a_draft_model_with_settings_is_named_in_both_ways(cli, models):
+def test_settings_of_a_drafter(cli, refused, models):
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
+    early, tree = '{"min_confidence": 0.25}', '{"tree": "2x3:5", "kv_window": 256, "kv_sinks": 8}'
+    of_kind = json.dumps({"kind": "draft_model", "model": str(models.draft), "tree": "2x3:5"})
     results = [
-        cli(*base, *drafter, "--json")
+        cli(*base, *drafter, "--json").document
         for drafter in (
             ("--draft", models.draft),
-            ("--draft", models.draft, "--drafter", "draft_model@0.25"),
-            ("--drafter", f"draft_model@0.25:{models.draft}"),
-            ("--draft", models.draft, "--drafter", "draft_model[2x3:5]"),
+            ("--draft", models.draft, "--drafter-args", early),
+            ("--drafter", f"draft_model:{models.draft}", "--drafter-args", tree),
+            ("--drafter", of_kind),
         )
     ]
-    whole, *early, tree = (result.document for result in results)
-    assert tree["engine"]["drafter"] == f"draft_model[2x3:5]:{models.draft}"
-    assert tree["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
-    for document in early:
-        assert document["engine"]["drafter"] == f"draft_model@0.25:{models.draft}"
-        assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
-
-
-def test_a_draft_model_may_keep_a_window_of_its_kv(cli, refused, models):
-    base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
-    window = ("--draft-kv-window", 256, "--draft-kv-sinks", 8)
-    results = [
-        cli(*base, *drafter, "--json")
-        for drafter in (
-            ("--draft", models.draft),
-            ("--draft", models.draft, *window),
-            ("--drafter", f"draft_model~256+8:{models.draft}"),
-        )
+    assert [document["engine"]["drafter"] for document in results] == [
+        f"draft_model:{models.draft}",
+        f"draft_model@0.25:{models.draft}",
+        f"draft_model[2x3:5]~256+8:{models.draft}",
+        f"draft_model[2x3:5]:{models.draft}",
     ]
-    whole, *windowed = (result.document for result in results)
-    for document in windowed:
-        assert document["engine"]["drafter"] == f"draft_model~256+8:{models.draft}"
-        assert document["completions"][0]["token_ids"] == whole["completions"][0]["token_ids"]
+    tokens = [document["completions"][0]["token_ids"] for document in results]
+    assert tokens[1:] == tokens[:1] * 3
     for given, message in (
-        (("--draft-kv-window", 256), "was given for the drafter none; it is a draft model that"),
-        (("--drafter", "ngram", *window), "256 was given for the drafter ngram; it is a draft"),
-        (("--draft", "x", "--draft-kv-window", 64), "kv_window 64 was given; KV is kept in blocks"),
-        (("--draft", "x", "--draft-kv-sinks", 4), "4 was given without --draft-kv-window"),
-        (("--draft", "x", *window[:2], "--draft-kv-sinks", 129), "kv_sinks 129 was given"),
-        (("--draft", "x", "--drafter", "draft_model~256", *window), "~256:x; it is a draft model"),
+        ((), "was given without a drafter; add --draft or --drafter"),
+        (("--drafter", "none"), "was given without a drafter; add --draft or --drafter"),
+        (("--drafter", "ngram"), "min_confidence was given for the drafter ngram, which takes"),
     ):
-        assert message in refused(*base, *given)
+        assert message in refused(*base, *given, "--drafter-args", early)
+    assert "must be a JSON object" in refused(*base, "--drafter", "ngram", "--drafter-args", "4")
 
 
 ONE = ("--prompt", "Once")

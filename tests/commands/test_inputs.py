@@ -12,6 +12,7 @@ import threading
 import numpy as np
 import pytest
 import tiny
+import toy
 import xxhash
 from flax import serialization
 
@@ -23,8 +24,8 @@ from jaxspec.lab.cost.devices import read_device
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.prompts import load_prompts
 from jaxspec.runtime import files
-from jaxspec.training import runs
-from jaxspec.training.lm.saved import load_run
+from jaxspec.training import checkpoints, trainer
+from jaxspec.training.lm import load_run
 from jaxspec.training.texts import read_texts
 
 DEVICE = pathlib.Path(__file__).parents[2] / "docs" / "results" / "decode-cpu.json"
@@ -107,60 +108,63 @@ def test_budgets_that_are_no_bytes(text):
         parse_bytes(text)
 
 
-def checkpoint(path: pathlib.Path, record) -> pathlib.Path:
-    """A checkpoint whose checksum is right."""
+def old_checkpoint(path: pathlib.Path, record) -> None:
+    """A checkpoint of an earlier version whose checksum is right."""
     content = serialization.msgpack_serialize(record)
     path.write_bytes(xxhash.xxh3_128_digest(content) + content)
-    return path
 
 
-GOOD = {"step": 3, "fingerprint": "{}", "params": {"0": np.ones(2)}, "optimizer": {}}
+MODEL = json.dumps(toy.config().to_json())
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("record", "words"),
     [
-        {},
-        5,
-        {"step": None},
-        {"step": -1},
-        {"step": 1.5},
-        {"fingerprint": "["},
-        {"fingerprint": "[]"},
-        {"fingerprint": 7},
-        {"params": [1]},
-        {"params": {"0": "text"}},
-        {"optimizer": None},
+        (5, "does not describe a model"),
+        ({}, "does not describe a model"),
+        *(
+            ({"model": model, "params": {}}, "does not describe a model")
+            for model in ("[]", "{}", '{"rope": []}', "x", 7)
+        ),
+        *(
+            ({"model": MODEL, "params": params}, "do not fit its model")
+            for params in ([1], {}, {"0": "text"}, {str(i): np.ones(2) for i in range(99)})
+        ),
     ],
 )
-def test_a_checkpoint_that_another_program_wrote_is_refused(change, tmp_path):
-    record = GOOD | change if isinstance(change, dict) and change else change
-    path = checkpoint(tmp_path / runs.CHECKPOINT, record)
-    with pytest.raises(CheckpointError, match="another program wrote it"):
-        runs.read_checkpoint(path, command="x")
-    assert runs.read_checkpoint(checkpoint(path, GOOD), command="x")["step"] == 3
-
-
-@pytest.mark.parametrize("model", [None, "[]", "{}", '{"rope": []}', "x"])
-def test_a_checkpoint_that_describes_no_model_is_refused(model, tmp_path):
-    checkpoint(tmp_path / runs.CHECKPOINT, GOOD | ({} if model is None else {"model": model}))
-    with pytest.raises(CheckpointError, match="does not describe a model"):
+def test_an_old_checkpoint_that_another_program_wrote_is_refused(record, words, tmp_path):
+    old_checkpoint(tmp_path / trainer.OLD_CHECKPOINT, record)
+    with pytest.raises(CheckpointError, match=words):
         load_run(tmp_path)
 
 
-def test_a_step_after_the_end_is_not_a_finished_run(tmp_path):
-    unused = dict.fromkeys(("step", "step_tokens", "evaluate"))
-    with pytest.raises(CheckpointError, match=r"of step 1000000000, and the run ends after step 9"):
-        runs.run_steps(
-            None, tmp_path, None, range(10**9, 9), **unused, fingerprint={}, described={}
-        )
+@pytest.mark.parametrize(
+    ("about", "words"),
+    [
+        ({}, "is damaged"),
+        ({"fingerprint": [], "metrics": {}}, "is damaged"),
+        *(
+            ({"fingerprint": {}, "metrics": {}, "model": model}, "does not describe a model")
+            for model in (None, [], {}, {"rope": []}, "x")
+        ),
+        (
+            {"fingerprint": {}, "metrics": {}, "model": toy.config().to_json()},
+            "is damaged",
+        ),
+    ],
+)
+def test_a_checkpoint_that_describes_no_model_is_refused(about, words, tmp_path):
+    state = trainer.TrainState(params={"a": np.ones(2)}, optimizer={"b": np.ones(2)})
+    checkpoints.save(tmp_path, state, 3, about)
+    with pytest.raises(CheckpointError, match=words):
+        load_run(tmp_path)
 
 
 def test_results_that_are_none_are_refused(tmp_path):
     for text in ("{}", "[]", "x", json.dumps({"steps": 1})):
-        (tmp_path / runs.RESULT).write_text(text)
+        (tmp_path / trainer.RESULT).write_text(text)
         with pytest.raises(CheckpointError, match="is damaged"):
-            runs.read_result(tmp_path)
+            trainer.read_result(tmp_path)
 
 
 def test_a_tokenizer_with_dropout_is_refused():

@@ -17,22 +17,21 @@ import pytest
 import rich.console
 import tyro
 
-from jaxspec.checkpoint import resolve
 from jaxspec.cli import load_command
 from jaxspec.commands import bench
 from jaxspec.errors import JaxspecError
-from jaxspec.lab.bench import program
-from jaxspec.lab.bench.compile_time import CompileTimeBench
+from jaxspec.lab.bench import cases, program
 from jaxspec.lab.plan import planner
+from jaxspec.load import models as loading
 from jaxspec.runtime.options import check_numbers
 
 PAIR = ("--target", "demo-target", "--draft", "demo-draft")
 TRAIN = ("--out", "{absent}", "--batch-tokens", "512", "--sequence-length", "128")
 COMMANDS = {
     "demo": (),
-    "generate": (*PAIR, "--prompt", "hello", "--temperature", "1", "--draft-kv-window", "256"),
-    "chat": (*PAIR, "--draft-kv-window", "256"),
-    "audit": (*PAIR, "--draft-kv-window", "256"),
+    "generate": (*PAIR, "--prompt", "hello", "--temperature", "1"),
+    "chat": PAIR,
+    "audit": PAIR,
     "compare": ("--target", "demo-target", "--drafter", "none", "--drafter", "ngram"),
     "plan": ("--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--budget", "24GiB"),
     "study scaling": ("--out", "{absent}"),
@@ -42,22 +41,20 @@ COMMANDS = {
     "train heads": (*TRAIN, "--kind", "clover", "--target", "demo-target", "--texts", "{absent}"),
     "train flexdraft": (*TRAIN, "--target", "demo-target", "--texts", "{absent}"),
     "bench decode": (),
-    "bench predict": ("--target", "qwen3-8b", "--draft", "qwen3-0.6b"),
     "bench gpu": ("--dry-run", "--out", "{absent}"),
-    "bench heads": ("--heads", "random:clover"),
     **dict.fromkeys(
         f"bench {name}"
         for name in (
-            "program", "schedulers", "verifiers", "trees", "flexdraft", "memory", "sessions",
-            "confusion", "kernels", "kv", "prefill", "step-cost", "trace-cost", "compile-time",
+            "predict", "program", "schedulers", "verifiers", "drafters", "memory", "sessions",
+            "kernels", "kv", "forward", "prefill", "compile-time",
         )
     ),
 }  # fmt: skip
 # Options that may be 0 or below, and mean it.
 ZERO = {
-    "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs", "draft_kv_sinks",
-    "presence_penalty", "frequency_penalty", "warmup_fraction", "warmup_steps", "weight_decay",
-    "long_fraction", "total_variation_weight", "oracle", "budget_s", "acceptance", "per_position",
+    "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs",
+    "presence_penalty", "frequency_penalty", "warmup_steps",
+    "long_fraction", "oracle", "budget_s", "acceptance", "per_position",
     "draft_kv_windows", "allowed_token_ids",
 }  # fmt: skip
 ZERO_OF = {("plan", "draft_lengths")}
@@ -116,12 +113,12 @@ def outcome(monkeypatch, tmp_path):
     def start(*args, **kwargs):
         raise Started
 
-    load_model = resolve.load_model
+    load_model = loading.load_model
     for module in [module for name, module in sys.modules.items() if name.startswith("jaxspec")]:
         if getattr(module, "load_model", None) is load_model:
             monkeypatch.setattr(module, "load_model", start)
     monkeypatch.setattr(planner.Planner, "plan", start)
-    monkeypatch.setattr(CompileTimeBench, "_model", start)
+    monkeypatch.setattr(cases, "random_model", start)
     monkeypatch.setattr(bench, "measure_grid", start)
     monkeypatch.setattr(program, "as_if_on", start)
     monkeypatch.chdir(tmp_path)

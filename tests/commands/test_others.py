@@ -14,12 +14,12 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec.checkpoint import resolve as checkpoint
 from jaxspec.cli import COMMANDS
 from jaxspec.commands import train
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import native_problem
+from jaxspec.load import models as checkpoint
 from jaxspec.models.registry import PRESETS
 from jaxspec.runtime.documents import make_document
 

@@ -15,7 +15,7 @@ from jaxspec.commands.plan import PlanCommand, needs_virtual_devices, parse_byte
 from jaxspec.errors import SettingError
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
-QUICK = ("--draft-lengths", "0", "2", "--prefill-chunks", "64", "--short")
+QUICK = ("--draft-lengths", "0", "2")
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,11 @@ def test_a_process_with_virtual_devices_gets_the_same_options(monkeypatch):
         budget="24GiB",
         mesh="data=1,model=8",
         draft_lengths=(2, 4),
-        short=True,
         json=True,
     )
     assert command.arguments() == [
         *("--target", "llama-2-70b", "--draft", "vicuna-68m", "--budget", "24GiB"),
-        *("--mesh", "data=1,model=8", "--draft-lengths", "2", "4", "--short"),
+        *("--mesh", "data=1,model=8", "--draft-lengths", "2", "4"),
     ]
     monkeypatch.setenv("XLA_FLAGS", "")
     assert needs_virtual_devices(8)
@@ -89,7 +88,8 @@ def test_what_does_not_fit_is_refused(refused):
         "plan", "--target", "llama-65m", "--budget", "10MiB", *QUICK
     )
     assert "acceptance of 0.7 was given for the tree" in refused(
-        *("plan", "--target", "llama-65m", "--budget", "1GiB", "--drafter", "ngram[4]", *QUICK)
+        *("plan", "--target", "llama-65m", "--budget", "1GiB", *QUICK),
+        *("--drafter", '{"kind": "ngram", "branches": 4}'),
     )
     assert "8 KV heads" in refused(
         *("plan", "--target", "llama-2-70b", "--budget", "80GB", "--mesh", "model=3", *QUICK)
@@ -103,7 +103,7 @@ def test_a_70b_target_is_compiled_for_eight_devices_without_an_array_of_it():
             *(sys.executable, "-m", "jaxspec", "plan", "--json"),
             *("--target", "llama-2-70b", "--draft", "vicuna-68m", "--mesh", "data=1,model=8"),
             *("--budget", "24GiB", "--batch", "4", "--context", "2000"),
-            *("--draft-lengths", "4", "--prefill-chunks", "128"),
+            *("--draft-lengths", "4"),
         ],
         cwd=ROOT,
         env=os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},

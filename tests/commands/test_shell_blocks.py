@@ -40,8 +40,8 @@ NOT_RUN = {
     "export JAX_PLATFORMS=cpu": "belongs to the two lines around it",
     "python -m pytest": "the suite itself",
     "jaxspec bench gpu": "needs a GPU",
-    "jaxspec bench program": "needs the `deviceless` extra; tests/bench/test_program.py runs it",
-    "jaxspec bench decode --against hf": "takes ten minutes; tests/bench/test_hf.py runs it on "
+    "jaxspec bench program": "needs the `deviceless` extra; tests/lab/test_program.py runs it",
+    "jaxspec bench decode --against hf": "takes ten minutes; tests/lab/test_hf.py runs it on "
     "tiny models",
     "jaxspec study published --quick": "takes ten minutes; tests/bench/test_study.py runs it",
     "jaxspec study published --target MODEL": "takes ten minutes; tests/bench/test_study.py runs "
@@ -50,27 +50,25 @@ NOT_RUN = {
     "jaxspec study scaling --quick": "takes twenty minutes; tests/commands/test_study_command.py "
     "runs it with fewer tokens",
     "jaxspec study scaling --target MODEL": "takes hours; likewise",
-    "jaxspec bench confusion": "names paths of a clone; tests/bench/test_confusion.py runs it",
     "jaxspec bench decode --target random:": "has 635 million parameters, and takes an hour",
     "jaxspec bench memory": "reads MT-bench's questions and a path of a clone; "
-    "tests/bench/test_bench_memory.py runs it",
-    "jaxspec bench trees": "takes ten minutes; tests/bench/test_bench_trees.py runs it",
+    "tests/lab/test_bench_memory.py runs it",
     "jaxspec generate --target lmsys/": "has 7 billion parameters; tests/golden has its layout",
     "jaxspec generate --target MODEL --drafter heads:DIRECTORY": "trained heads; the block after "
     "it trains some and runs the same command",
-    'jaxspec compare --target MODEL --drafter none --drafter "clover[8]:DIRECTORY"': "likewise",
-    'jaxspec compare --target MODEL --drafter none --drafter "flexdraft[': "trained weights; "
-    "tests/commands/test_train.py trains and names some",
+    "jaxspec compare --target MODEL --drafter none --drafter heads:DIRECTORY": "likewise",
+    "jaxspec compare --target MODEL --drafter none --drafter flexdraft:DIRECTORY": "trained "
+    "weights; tests/commands/test_train.py trains and names some",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "
-    "tests/analysis/test_planner.py plans small models for meshes",
+    "tests/lab/test_planner.py plans small models for meshes",
 }
 
 # Beginnings of lines that take hours in the sizes that they state, and options that are added to
 # run them here.
 LM = "--tokens 4096 --batch-tokens 512 --width 32 --feed-forward-width 64 --num-layers 1 "
-LM += "--vocab-size 300 --evaluate-tokens 512"
+LM += "--vocab-size 300 --evaluate-tokens 512 --warmup-steps 2"
 BRANCHES = "--branches 4096 8192 12288 --batch-tokens 512 --warmup-steps 2"
-STEPS = "--tokens 8192 --batch-tokens 1024"
+STEPS = "--tokens 8192 --batch-tokens 1024 --warmup-steps 2"
 SHORTENED = {
     "jaxspec train lm --corpora DIRECTORY --out runs/lm": LM,
     "jaxspec train lm --corpora DIRECTORY --out runs/draft": LM,
@@ -78,12 +76,12 @@ SHORTENED = {
     "jaxspec train texts": "--tokens 6000",
     "jaxspec train heads --kind clover --target MODEL --texts texts.jsonl --out CURVE": BRANCHES,
     "jaxspec train heads --kind clover --target demo-target --texts demo.jsonl --held-out "
-    "held-out.jsonl --schedule trunk": "--branches 8192 16384 24576 32768 --warmup-steps 2",
+    "held-out.jsonl --branches": "--branches 8192 16384 24576 32768 --warmup-steps 2",
     "jaxspec train heads": STEPS,
     "jaxspec train flexdraft": STEPS,
-    "jaxspec bench heads": "--max-tokens 8 --repeats 1 --turns 3",
-    "jaxspec bench flexdraft": "--max-tokens 8 --repeats 1",
-    "jaxspec bench sessions": "--repeats 1 --histories 100",
+    "jaxspec bench drafters": "--batch-sizes 1 --max-tokens 8 --repeats 1",
+    "jaxspec bench forward": "--batch-sizes 1 --windows 5",
+    "jaxspec bench sessions": "--histories 100",
 }
 # Directories that a shortened line makes under other names than the line in full.
 RENAMED = {"/250000/": "/8192/", "/500000/": "/16384/", "/1000000/": "/24576/",
@@ -120,7 +118,7 @@ def to_run(line: str) -> str:
     if start is None:
         return line
     command = line.split("#")[0].rstrip()
-    if command.startswith("jaxspec bench heads"):
+    if command.startswith("jaxspec bench drafters"):
         for full, short in RENAMED.items():
             command = command.replace(full, short)
     own = set(re.findall(r"--[a-z-]+", SHORTENED[start]))

@@ -17,12 +17,12 @@ from rich.console import Console
 from training.test_training import tiny, write_corpus
 
 from jaxspec import cli
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.lab.studies import scaling
 from jaxspec.lab.studies.scaling import tables
 from jaxspec.lab.studies.scaling.decoding import Decoder, given_prompts, rows_of
-from jaxspec.training import lm, runs, trunk
+from jaxspec.load.models import load_model
+from jaxspec.training import lm, schedule, trainer
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "docs" / "results" / "scaling-cpu"
@@ -271,7 +271,7 @@ def test_the_shipped_drafters_cost_little_more_than_their_longest_runs():
     settings, of_reference = shipped_settings(), []
     for shape in settings.shapes():
         for seed in settings.seeds_of(shape):
-            branches = trunk.plan_branches(
+            branches = schedule.plan_branches(
                 settings.tokens_of(shape, seed), step_tokens=settings.batch_tokens,
                 warmup_steps=settings.warmup_steps,
             )  # fmt: skip
@@ -326,7 +326,7 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
 
     cases = [
         ("give tokens that increase", {"tokens": (768, 512), "other_tokens": ()}),
-        ("would leave before the 2 steps", {"tokens": (64, 512)}),
+        ("would begin before the 2 steps", {"tokens": (64, 512)}),
         ("32 tokens has 0 steps of 64", {"tokens": (32, 512), "warmup_steps": 0}),
         ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),
         ("different numbers", {"seeds": (0, 0)}),
@@ -364,7 +364,7 @@ def test_the_quick_study_ends_with_the_same_rows_after_kills(tmp_path):
     out, trunk = tmp_path / "out", tmp_path / "out" / "trunks" / "2x128-seed0"
     command = ["study", "scaling", "--quick", "--out", str(out)]
     run_until((trunk / "branches" / "62500" / "result.json").is_file, *command)
-    assert not (trunk / runs.RESULT).exists()
+    assert not (trunk / trainer.RESULT).exists()
     run_until((out / scaling.CELLS).is_file, *command, "--resume")
     assert cli.main([*command, "--resume"]) == 0
     document = json.loads((out / "scaling.json").read_text())

@@ -21,6 +21,8 @@ from test_protocols import ForeignModel, RepeatLast
 import jaxspec
 from jaxspec import sampling
 from jaxspec.cache import pages as kv
+from jaxspec.conformance.report import chosen_checks, run_checks
+from jaxspec.conformance.under_test import DrafterUnderTest
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ConformanceError, ModelError, SettingError
 from jaxspec.kernels.base import Kernels
@@ -40,7 +42,6 @@ from jaxspec.types import Draft, Shared, chain_parents
 
 SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
 BASE = toy.model(**SMALL)
-NATIVE = flex.target(num_layers=2)
 GLM = {
     "family": "glm4",
     "rope": RopeConfig(theta=1e4, rotary_size=4, is_interleaved=True),
@@ -309,7 +310,7 @@ def test_the_wrapping_of_broken_models_breaks_nothing():
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Bigram(jaxspec.DrafterBase):
+class Bigram(jaxspec.Drafter):
     """Draws each token from a distribution that depends on the one before it: a drafter that
     samples, and says from what."""
 
@@ -356,7 +357,7 @@ class Bigram(jaxspec.DrafterBase):
 
 
 @dataclasses.dataclass(frozen=True)
-class Branches(jaxspec.DrafterBase):
+class Branches(jaxspec.Drafter):
     """A tree: the newest token's successor, its predecessor, and the former's successor."""
 
     name: str = "branches"
@@ -376,10 +377,18 @@ class Branches(jaxspec.DrafterBase):
 
 DRAFT = toy.model(seed=9, width=24, **SMALL)
 TREE = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1)))
-# So sure of its first token that the second one drawn is clearly another.
-SURE = dataclasses.replace(
-    DRAFT, params={**DRAFT.params, "final_norm": 8 * DRAFT.params["final_norm"]}
-)
+
+
+def sure():
+    """A draft model so sure of its first token that the second one drawn is clearly another."""
+    params = {**DRAFT.params, "final_norm": 8 * DRAFT.params["final_norm"]}
+    return dataclasses.replace(DRAFT, params=params)
+
+
+@functools.cache
+def native():
+    """A target with the native kernels."""
+    return flex.target(num_layers=2)
 
 
 @functools.cache
@@ -397,7 +406,7 @@ DRAFTERS = {
     "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
     "Heads": lambda: heads.random_heads("clover", BASE),
     "Heads of a fixed shape": lambda: heads.random_heads("medusa", BASE, tree=TREE),
-    "FlexDraft": lambda: flex.random_flex(NATIVE, mode="parallel"),
+    "FlexDraft": lambda: flex.random_flex(native(), mode="parallel"),
     "FlexDraft in passes of its own": lambda: flex.random_flex(
         BASE, mode="sequential", num_deep_layers=1
     ),
@@ -421,7 +430,7 @@ SELDOM = {
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    assert exported - {"Drafter", "DrafterBase"} <= set(DRAFTERS)
+    assert exported - {"Drafter"} <= set(DRAFTERS)
 
 
 @pytest.mark.parametrize(
@@ -433,7 +442,7 @@ def test_the_table_holds_every_drafter_the_package_exports():
 )
 def test_drafters_conform(name):
     drafter = DRAFTERS[name]()
-    report = check_drafter(drafter, NATIVE if name == "FlexDraft" else BASE)
+    report = check_drafter(drafter, native() if name == "FlexDraft" else BASE)
     report.assert_ok()
     assert [check.name for check in report.checks] == list(DRAFTER_CHECKS)
     left_out = {check.name for check in report.checks if check.passed is None}
@@ -466,7 +475,7 @@ def replaced(**functions):
 
 
 def spoiling(**changes):
-    """A drafter with some fields of its drafts replaced, each by a function of the shape,
+    """A `propose` with some fields of its drafts replaced, each by a function of the shape,
     the draft and the rows."""
 
     def propose(self, shape, params, state, rows):
@@ -474,16 +483,55 @@ def spoiling(**changes):
         changed = {name: change(shape, draft, rows) for name, change in changes.items()}
         return draft.replace(**changed), state
 
-    return replaced(propose=propose)
-
-
-def draft_model(**functions):
-    return type("SpoiltDraftModel", (jaxspec.DraftModel,), functions)(DRAFT)
+    return propose
 
 
 def drawing(draw):
-    """A bigram drafter that draws in another way."""
-    return replaced(draw=draw)
+    """A `propose` of the bigram drafter that draws in another way."""
+
+    def propose(self, shape, params, state, rows):
+        return replaced(draw=draw).propose(shape, params, state, rows)
+
+    return propose
+
+
+class Switched(jaxspec.Drafter):
+    """A drafter with its faults in one program.
+
+    A fault is functions of the drafter, by name. Which one is on, counted from 1, is among the
+    parameters; 0 is none.
+    """
+
+    def __init__(self, sound, faults):
+        self.sound, self.faults, self.armed = sound, faults, 0
+        self.name, self.is_chain = sound.name, sound.is_chain
+        self.max_depth, self.num_nodes = sound.max_depth, sound.num_nodes
+        self.init, self.lag = sound.init, sound.lag
+
+    @property
+    def params(self):
+        return {"sound": self.sound.params, "armed": jnp.int32(self.armed)}
+
+    def _call(self, name, shape, params, *rest):
+        ways, way_of = [getattr(self.sound, name)], [0]
+        for fault in self.faults:
+            if name in fault:
+                ways.append(functools.partial(fault[name], self.sound))
+            way_of.append(len(ways) - 1 if name in fault else 0)
+        calls = [functools.partial(way, shape, params["sound"]) for way in ways]
+        return jax.lax.switch(jnp.asarray(way_of, jnp.int32)[params["armed"]], calls, *rest)
+
+    def admit(self, *arguments):
+        return self._call("admit", *arguments)
+
+    def catch_up(self, *arguments):
+        return self._call("catch_up", *arguments)
+
+    def propose(self, *arguments):
+        return self._call("propose", *arguments)
+
+    def commit(self, *arguments):
+        return self._call("commit", *arguments)
 
 
 def draw_with(self, shape, params, rows, drafted, last, node, *, changes=None, logits=None):
@@ -547,10 +595,6 @@ def repeat_sibling(self, shape, params, state, rows):
     return draft.replace(tokens=draft.tokens.at[:, 1].set(draft.tokens[:, 0])), state
 
 
-def drafting_trees(propose):
-    return type("SpoiltDraftModel", (jaxspec.DraftModel,), {"propose": propose})(SURE, tree=TREE)
-
-
 def random_tokens(shape, draft, rows):
     """Asks the host, which gives other numbers each time."""
     rng = np.random.default_rng()
@@ -558,6 +602,19 @@ def random_tokens(shape, draft, rows):
     return jax.pure_callback(
         lambda _: rng.integers(0, toy.VOCAB, like.shape).astype(np.int32), like, rows.num_committed
     )
+
+
+def all_nodes(shape, draft, rows):
+    return jnp.full_like(draft.num_valid, shape.num_nodes)
+
+
+def of_first_row(shape, draft, rows):
+    return jnp.broadcast_to(draft.tokens[:1], draft.tokens.shape)
+
+
+def by_row_number(shape, draft, rows):
+    row = jnp.arange(shape.batch_size, dtype=jnp.int32)[:, None]
+    return (draft.tokens + row) % shape.vocab_size
 
 
 def growing(self, shape, params, state, rows, row):
@@ -594,6 +651,10 @@ def catch_up_short(self, shape, params, state, rows, row):
     return state.replace(num_seen=after.num_seen)
 
 
+def forget_nothing(self, shape, params, state, rows, row):
+    return state
+
+
 def refuse(self, target):
     raise ModelError("It drafts for no model; use another.")
 
@@ -609,6 +670,96 @@ def meddling(self, shape, params, state, rows, draft, tokens, window, cache):
     return hidden, None, cache, state
 
 
+# Faults that change no shapes: by a name of the drafter, those that share its engine.
+FAULTS = {
+    "one that repeats": {
+        "no chain": ("draft_shape", {"propose": spoiling(parents=siblings)}),
+        "children first": (
+            "draft_shape",
+            {"propose": spoiling(parents=lambda s, d, r: d.parents + 2)},
+        ),
+        "tokens beyond the vocabulary": (
+            "vocabulary",
+            {"propose": spoiling(tokens=lambda s, d, r: d.tokens + s.vocab_size)},
+        ),
+        "ignores the limit": (
+            "draft_limit",
+            {
+                "propose": spoiling(
+                    num_valid=lambda s, d, r: jnp.full_like(d.num_valid, s.num_nodes)
+                )
+            },
+        ),
+        "asks the host": ("determinism", {"propose": spoiling(tokens=random_tokens)}),
+        "drafts row 0 for all": ("row_independence", {"propose": spoiling(tokens=of_first_row)}),
+        "drafts by row number": ("row_independence", {"propose": spoiling(tokens=by_row_number)}),
+    },
+    "a draft model": {
+        "keeps rejected drafts": ("no_drift", {"commit": keep_rejected}),
+        "forgets nothing on admission": ("row_reuse", {"admit": forget_nothing}),
+        "never catches up": ("catch_up", {"catch_up": catch_up_nothing}),
+        "only says that it caught up": ("no_drift", {"catch_up": catch_up_short}),
+    },
+    "one that samples": {
+        "a flat distribution": ("draft_probs", {"propose": drawing(draw_flat_probs)}),
+        "the distribution of another temperature": (
+            "draft_probs",
+            {"propose": drawing(draw_warm_probs)},
+        ),
+        "a distribution of mass 2": ("draft_probs", {"propose": drawing(draw_unnormalised)}),
+        "one key per round": ("fresh_noise", {"propose": drawing(draw_with_one_key)}),
+        "keys of the position only": ("fresh_noise", {"propose": drawing(draw_by_position)}),
+        "noise of its own": ("shared_noise", {"propose": drawing(draw_on_its_own)}),
+    },
+    "a draft model of trees": {
+        "siblings in another order than drawn": ("draft_probs", {"propose": swap_siblings}),
+        "siblings drawn with replacement": ("draft_probs", {"propose": repeat_sibling}),
+        "trees by noise of its own": ("shared_noise", {"propose": own_noise}),
+    },
+}
+SOUND = {
+    "one that repeats": lambda: RepeatLast(),
+    "a draft model": lambda: jaxspec.DraftModel(DRAFT),
+    "one that samples": lambda: Bigram(),
+    "a draft model of trees": lambda: jaxspec.DraftModel(sure(), tree=TREE),
+}
+
+
+@functools.cache
+def with_faults(kind):
+    """A drafter with all of its faults, in the battery's engine."""
+    return DrafterUnderTest(
+        drafter=Switched(SOUND[kind](), [functions for _, functions in FAULTS[kind].values()]),
+        target=BASE,
+        prompts=battery_prompts(toy.VOCAB),
+        max_length=256,
+        seed=0,
+    )
+
+
+def check_armed(kind, number, names):
+    """The report of these checks on a drafter with this fault, counted from 1; 0 is none."""
+    under_test = with_faults(kind)
+    under_test.drafter.armed = number
+    for each in (under_test, under_test.with_probs, under_test.with_shared_noise):
+        each.engine.update_params(draft=under_test.drafter.params)
+    vars(under_test).pop("history", None)
+    return run_checks(
+        "drafter", under_test.drafter, chosen_checks(DRAFTER_CHECKS, names, ()), under_test
+    )
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_faults_of_drafters_are_caught_and_without_them_the_same_program_passes(kind):
+    faults = FAULTS[kind]
+    check_armed(kind, 0, {check for check, _ in faults.values()}).assert_ok()
+    for number, (name, (expected, _)) in enumerate(faults.items(), start=1):
+        [failure] = check_armed(kind, number, [expected]).failures
+        assert not failure.detail.startswith("raised"), name
+        assert (failure.name, failure.clause) == (expected, DRAFTER_CHECKS[expected].clause), name
+
+
+# Faults that change a structure or a shape: each has an engine of its own, which seldom runs.
 BROKEN_DRAFTERS = {
     "scores other tokens than the target's": ("score", replaced(score=meddling)),
     "is_chain unknown": ("protocol", replaced(is_chain=None)),
@@ -627,59 +778,20 @@ BROKEN_DRAFTERS = {
             )
         ),
     ),
-    "tokens of 16 bits": ("draft_shape", spoiling(tokens=lambda s, d, r: d.tokens.astype("int16"))),
-    "no chain": ("draft_shape", spoiling(parents=siblings)),
-    "children first": (
+    "tokens of 16 bits": (
         "draft_shape",
-        spoiling(parents=lambda s, d, r: d.parents + 2),
+        replaced(propose=spoiling(tokens=lambda s, d, r: d.tokens.astype("int16"))),
     ),
     "deeper than it says": ("draft_shape", replaced(is_chain=False, max_depth=1)),
-    "tokens beyond the vocabulary": (
-        "vocabulary",
-        spoiling(tokens=lambda s, d, r: d.tokens + s.vocab_size),
-    ),
-    "ignores the limit": (
-        "draft_limit",
-        spoiling(num_valid=lambda s, d, r: jnp.full_like(d.num_valid, s.num_nodes)),
-    ),
-    "asks the host": ("determinism", spoiling(tokens=random_tokens)),
-    "drafts row 0 for all": (
-        "row_independence",
-        spoiling(tokens=lambda s, d, r: jnp.broadcast_to(d.tokens[:1], d.tokens.shape)),
-    ),
-    "drafts by row number": (
-        "row_independence",
-        spoiling(
-            tokens=lambda s, d, r: (
-                (d.tokens + jnp.arange(s.batch_size, dtype=jnp.int32)[:, None]) % s.vocab_size
-            )
-        ),
-    ),
-    "keeps rejected drafts": ("no_drift", draft_model(commit=keep_rejected)),
     "drifts with the rounds": (
         "no_drift",
         replaced(init=listing, commit=count_rounds, propose=drift_with_rounds),
     ),
-    "forgets nothing on admission": (
-        "row_reuse",
-        draft_model(admit=lambda self, shape, params, state, rows, row: state),
-    ),
-    "never catches up": ("catch_up", draft_model(catch_up=catch_up_nothing)),
-    "only says that it caught up": ("no_drift", draft_model(catch_up=catch_up_short)),
     "structure changes": (
         "trace_count",
         replaced(admit=lambda self, shape, params, state, rows, row: [*state]),
     ),
-    "a flat distribution": ("draft_probs", drawing(draw_flat_probs)),
-    "the distribution of another temperature": ("draft_probs", drawing(draw_warm_probs)),
-    "a distribution of mass 2": ("draft_probs", drawing(draw_unnormalised)),
-    "samples without a distribution": ("draft_probs", drawing(draw_without_probs)),
-    "siblings in another order than drawn": ("draft_probs", drafting_trees(swap_siblings)),
-    "siblings drawn with replacement": ("draft_probs", drafting_trees(repeat_sibling)),
-    "trees by noise of its own": ("shared_noise", drafting_trees(own_noise)),
-    "one key per round": ("fresh_noise", drawing(draw_with_one_key)),
-    "keys of the position only": ("fresh_noise", drawing(draw_by_position)),
-    "noise of its own": ("shared_noise", drawing(draw_on_its_own)),
+    "samples without a distribution": ("draft_probs", replaced(draw=draw_without_probs)),
 }
 
 
@@ -706,7 +818,7 @@ def test_a_tree_that_calls_itself_a_chain_changes_the_output():
 
 
 def test_where_nothing_is_drafted_checks_are_untested_and_never_pass():
-    idle = spoiling(num_valid=lambda shape, draft, rows: draft.num_valid * 0)
+    idle = replaced(propose=spoiling(num_valid=lambda shape, draft, rows: draft.num_valid * 0))
     report = check_drafter(idle, BASE)
     assert not report.ok
     assert not report.failures
@@ -725,7 +837,7 @@ def test_a_lookup_drafts_on_the_battery_s_prompts(longest):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner(jaxspec.DrafterBase):
+class Learner(jaxspec.Drafter):
     """Counts the tokens of all requests in one table, and drafts by their number."""
 
     name: str = "learner"
@@ -759,6 +871,7 @@ def test_state_that_requests_share_has_a_contract_of_its_own():
 def test_every_check_has_something_that_it_catches():
     assert {check for check, _ in BROKEN_MODELS.values()} == set(MODEL_CHECKS)
     caught = {check for check, _ in BROKEN_DRAFTERS.values()}
+    caught |= {check for faults in FAULTS.values() for check, _ in faults.values()}
     assert caught | {"output"} == set(DRAFTER_CHECKS)
 
 

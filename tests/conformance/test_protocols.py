@@ -82,7 +82,7 @@ class ForeignModel:
 
 
 @dataclasses.dataclass(frozen=True)
-class RepeatLast(jaxspec.DrafterBase):
+class RepeatLast(jaxspec.Drafter):
     """A foreign drafter: proposes the newest token again, twice at most."""
 
     name: str = "repeat-last"

@@ -11,7 +11,6 @@ import pytest
 import toy
 
 from jaxspec import DraftModel, Engine, NGram
-from jaxspec.drafters.base import DrafterBase
 from jaxspec.errors import ModelError
 from jaxspec.models.base import LanguageModel
 from jaxspec.serving import ServingEngine
@@ -219,20 +218,3 @@ def test_drafters_of_a_user(name):
     drafter, message = DRAFTERS[name]
     with pytest.raises(ModelError, match=message):
         Engine(MODEL, drafter, **SHAPE)
-
-
-def test_a_drafter_without_the_base_class_is_checked_too():
-    class Own:
-        name, params, is_chain, is_synthetic = "own", (), True, False
-
-        def __getattr__(self, name):
-            if name in ("check", "init", "admit", "lag", "catch_up", "commit"):
-                return getattr(DrafterBase(), name)
-            raise AttributeError(name)
-
-        def propose(self, shape, params, state, rows):
-            draft, state = toy.WrongDrafter().propose(shape, params, state, rows)
-            return draft.replace(tokens=draft.tokens[:1]), state
-
-    with pytest.raises(ModelError, match=r"drafter own returned a draft with int32\[1, 4\]"):
-        Engine(MODEL, Own(), **SHAPE)

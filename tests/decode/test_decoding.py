@@ -8,6 +8,7 @@ import toy
 
 import jaxspec
 from jaxspec import sampling
+from jaxspec.decode import loop
 from jaxspec.decode import round as decoding
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
@@ -210,7 +211,7 @@ def test_a_draft_whose_values_are_no_numbers_changes_nothing_before_it():
 
 
 def test_rows_that_have_ended_do_not_keep_a_batch_from_being_greedy(engines):
-    state = engines[2].executor.loop.empty(engines[2].shape)
+    state = loop.empty(engines[2].executor.parts, engines[2].shape)
     s = state.sampling
     finish = jnp.array([Finish.STOP_TOKEN, Finish.RUNNING], jnp.int32)
     for name, value in (("temperature", 1.0), ("presence_penalty", 1.0), ("min_length", 9)):

@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec import SamplingParams
 from jaxspec.decode import round as decode_round
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import LAST, forward_features
@@ -126,15 +126,15 @@ def test_the_last_boundary_needs_only_forward(target, plain):
 
         taps = (3,)
 
-    weights = door.linear_head(target).params
+    head = door.linear_head(target)
     with pytest.raises(ModelError, match="taps boundary 1 of toy0, which has no num_layers"):
-        Engine(Untapped(target), Inner(weights), **SMALL)
+        Engine(Untapped(target), Inner(head.config, head.params), **SMALL)
     with pytest.raises(ModelError, match=r"taps boundary 3 of toy0, which has boundaries 0"):
-        Engine(target, Beyond(weights), **SMALL)
+        Engine(target, Beyond(head.config, head.params), **SMALL)
 
 
 @dataclasses.dataclass(frozen=True)
-class Watching(DrafterBase):
+class Watching(Drafter):
     """Drafts nothing; counts the tokens whose features it has been shown."""
 
     name: str = "watching"
@@ -268,21 +268,12 @@ def test_the_round_takes_no_more_nodes_than_a_row_wants(target, plain):
         assert completion.acceptance.depth <= 2
 
 
-class Bare:
-    """The required part of the protocol and nothing else."""
+def test_what_is_no_drafter_is_refused(target):
+    class Bare:
+        name, params, propose = "bare", (), None
 
-    name, params, is_chain, is_synthetic = "bare", (), True, False
-
-    def __init__(self):
-        inner = toy.WrongDrafter()
-        for method in ("check", "init", "admit", "lag", "catch_up", "propose", "commit"):
-            setattr(self, method, getattr(inner, method))
-
-
-def test_a_drafter_without_the_optional_parts_works(target, plain):
-    assert not isinstance(Bare(), DrafterBase)
-    found = Engine(target, Bare(), **SMALL).generate(PROMPTS, PARAMS)
-    assert [c.token_ids for c in found] == plain
+    with pytest.raises(SettingError, match="it must be a drafter, what names one, or None"):
+        Engine(target, Bare(), **SMALL)
 
 
 class Wide(toy.WrongDrafter):

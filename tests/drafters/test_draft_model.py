@@ -205,16 +205,15 @@ def test_a_draft_ends_behind_the_first_token_below_min_confidence(models, mid_de
     assert len(seen) >= 3
 
 
-def test_steps_that_no_row_wants_change_nothing(models, mid_decode, monkeypatch):
+def test_steps_that_no_row_wants_change_nothing(models, mid_decode):
     """On a GPU every step is taken, whatever rows want."""
     shape, state = mid_decode
     drafter = jaxspec.DraftModel(models[1])
     limits = jnp.array([0, 2, 1, 0], jnp.int32)
     for draft_limit in (limits, jnp.zeros_like(limits), batch_view(state).draft_limit):
         draft, after = propose(drafter, shape, state, draft_limit=draft_limit)
-        with monkeypatch.context() as patch:
-            patch.setattr(draft_model, "loops_run_on_host", lambda: True)
-            static, static_after = propose(drafter, shape, state, draft_limit=draft_limit)
+        on_gpu = dataclasses.replace(shape, loops_run_on_host=True)
+        static, static_after = propose(drafter, on_gpu, state, draft_limit=draft_limit)
         np.testing.assert_array_equal(draft.num_valid, static.num_valid)
         np.testing.assert_array_equal(after.num_positions, static_after.num_positions)
         for row, length in enumerate(np.asarray(draft.num_valid)):
@@ -224,21 +223,21 @@ def test_steps_that_no_row_wants_change_nothing(models, mid_decode, monkeypatch)
 
 
 @pytest.mark.parametrize("min_confidence", [0.0, 0.25])
-def test_on_a_gpu_steps_have_a_known_number(models, mid_decode, min_confidence, monkeypatch):
+def test_on_a_gpu_steps_have_a_known_number(models, mid_decode, min_confidence):
     """But for drafts that end early, which is what the loop's end is for."""
     shape, state = mid_decode
     drafter = jaxspec.DraftModel(models[1], min_confidence)
     rows = batch_view(state)
 
-    def loops():
+    def loops(shape):
         traced = jax.make_jaxpr(lambda *given: drafter.propose(shape, *given))(
             drafter.params, state.drafter, rows
         )
         return {each.primitive.name for each in traced.eqns} & {"while", "scan"}
 
-    assert loops() == {"while"}
-    monkeypatch.setattr(draft_model, "loops_run_on_host", lambda: True)
-    assert loops() == ({"while"} if min_confidence else {"scan"})
+    assert loops(shape) == {"while"}
+    on_gpu = dataclasses.replace(shape, loops_run_on_host=True)
+    assert loops(on_gpu) == ({"while"} if min_confidence else {"scan"})
 
 
 def draft_of_a_row(drafter, shape, state, row, *, is_alone):

@@ -218,9 +218,9 @@ def test_a_row_drafts_as_much_as_it_wants_whatever_its_neighbours_want(tree):
 
 
 def test_a_narrow_window_gets_a_chain_without_the_work_of_a_tree():
-    loop = make_executor(MODEL, DraftModel(MODEL, tree=BEAM), batch_size=4, max_length=128).loop
-    narrow, narrower = loop.at(4), loop.at(6)
-    assert (loop.drafter.is_chain, loop.shape.tree_depth) == (False, 3)
+    parts = make_executor(MODEL, DraftModel(MODEL, tree=BEAM), batch_size=4, max_length=128).parts
+    narrow, narrower = parts.at(4), parts.at(6)
+    assert (parts.drafter.is_chain, parts.shape.tree_depth) == (False, 3)
     assert (narrower.drafter.is_chain, narrower.shape.tree_depth) == (False, 3)
     assert (narrow.drafter.is_chain, narrow.shape.tree_depth) == (True, 0)
     chain, other = drafted(BEAM, rows_of(TEXTS), NARROW), drafted(None, rows_of(TEXTS), NARROW)

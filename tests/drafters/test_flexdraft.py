@@ -149,7 +149,7 @@ def test_hidden_states_are_those_of_dense_attention(mode, kernels, windows):
     target = flex.target(kernels=kernels, sliding_windows=windows)
     drafter = flex.random_flex(target, mode=mode)
     executor = admitted(target, drafter)
-    bound = executor.loop.drafter
+    bound = executor.parts.drafter
     blocks, reference = compiled_blocks(bound), reference_hidden(target, drafter)
     for num_rounds in (0, 1, 1, 3):
         executor.run(num_rounds)
@@ -166,7 +166,7 @@ def test_the_reference_sees_a_window_that_is_off_by_one():
     windows = {number: (20, number, 9) for number in (3, 4)}
     narrow, wide = (flex.target(sliding_windows=each) for each in windows.values())
     executor = admitted(wide, flex.random_flex(wide, mode="sequential"))
-    found = np.asarray(compiled_blocks(executor.loop.drafter)(executor.params, executor.state))
+    found = np.asarray(compiled_blocks(executor.parts.drafter)(executor.params, executor.state))
     reference, state = reference_hidden(narrow, flex.random_flex(narrow)), executor.fetch()
     expected = reference(state.tokens[2, :LONGEST], state.num_committed[2])
     assert np.abs(found[2] - expected[1:]).max() > 1e-2
@@ -223,7 +223,7 @@ def test_modes_have_the_same_hidden_states(dtype, kernels, windows):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     executor = admitted(target, drafter, exactness="ties", max_length=128, num_tokens=98)
     assert executor.verify_lengths == (1, 3, 4)
-    blocks, num_compared, accepted = compiled_blocks(executor.loop.drafter), 0, set()
+    blocks, num_compared, accepted = compiled_blocks(executor.parts.drafter), 0, set()
     for index in range(64):
         executor.run(1, draft_length=(3, 2, 3, 1)[index % 4])
         state, expected = executor.state.drafter, blocks(executor.params, executor.state)
@@ -287,12 +287,12 @@ def test_penalties_count_the_drafts_before(target):
         own = params if row == 0 else SamplingParams(max_tokens=30)
         request = Request(request_id=str(row), prompt_token_ids=tuple(prompt), params=own)
         executor.admit_and_prefill(row, request, draft_length=3)
-    shape, state = executor.loop.shape, executor.state
+    shape, state = executor.parts.shape, executor.state
 
     @jax.jit
     def draft(params, state):
         given = {"own": params["drafter"], "target": params["target"]}
-        return executor.loop.drafter.propose(
+        return executor.parts.drafter.propose(
             shape, given, state.drafter, batch_view(state), target_cache=state.cache
         )[0]
 
@@ -326,8 +326,8 @@ def test_auto_follows_the_batch_where_rounds_are_not_measured(target, batch_size
     drafter = flex.random_flex(target)
     executor = make_executor(target, drafter, **{**SMALL, "batch_size": batch_size})
     assert executor.variants == (0,)
-    assert executor.loop.drafter.mode == ("auto", "sequential")[variant]
-    assert (executor.loop.drafter.score is None) == bool(variant)
+    assert executor.parts.drafter.mode == ("auto", "sequential")[variant]
+    assert (executor.parts.drafter.score is None) == bool(variant)
 
 
 def test_auto_changes_to_the_faster_mode_and_no_bit(target, plain, monkeypatch):
@@ -445,7 +445,7 @@ def test_plain_steps_between_rounds_make_hidden_states_stale(target, plain):
 def test_a_row_that_is_cut_back_forgets_its_hidden_states(target):
     executor = admitted(target, flex.copied_flex(target, mode="parallel"))
     executor.run(2)
-    drafter, shape, state = executor.loop.drafter, executor.loop.shape, executor.state.drafter
+    drafter, shape, state = executor.parts.drafter, executor.parts.shape, executor.state.drafter
     after = drafter.rewind(shape, drafter.params, state, None, jnp.int32(1), jnp.int32(2))
     assert after.hidden_at.tolist()[1] == -1
     assert after.hidden_at.tolist()[::2] == state.hidden_at.tolist()[::2]
@@ -458,7 +458,7 @@ def compare_modes(target):
     """The largest distance between hidden states that were kept and those made afresh."""
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     executor = admitted(target, drafter)
-    blocks, farthest = compiled_blocks(executor.loop.drafter), 0.0
+    blocks, farthest = compiled_blocks(executor.parts.drafter), 0.0
     for _ in range(6):
         executor.run(1)
         expected = blocks(executor.params, executor.state)[:3]

@@ -10,15 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
-from jaxspec.checkpoint.resolve import load_model
-from jaxspec.drafters.files import export_drafter, load_drafter, save_drafter
+from jaxspec.checkpoint.format import as_params, leaf_paths
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.names import choose_drafter
-from jaxspec.drafters.stored import as_params, leaf_paths
 from jaxspec.errors import CheckpointError, JaxspecWarning, ModelError, SettingError
+from jaxspec.load.drafters import choose_drafter, load_drafter, save_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 
 TARGET = flex.target(kernels="xla")
@@ -117,7 +116,7 @@ def test_damage_is_found(tmp_path):
         load_drafter(tmp_path / "saved", TARGET)
     fields["config"]["rank"] = 2**40
     path.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"does not describe FlexDraft's weights \(rank is"):
+    with pytest.raises(CheckpointError, match=r"\(The FlexDraft weights' rank is"):
         load_drafter(tmp_path / "saved", TARGET, verify=False)
 
 
@@ -130,10 +129,10 @@ def test_kinds_are_told_apart(tmp_path):
     save_drafter(heads, tmp_path / "heads")
     assert isinstance(load_drafter(tmp_path / "heads", TARGET), Heads)
     cases = [
-        (ModelError, "holds FlexDraft's weights, and medusa", "flex", {"kind": "medusa"}),
-        (SettingError, "which draft a chain", "flex", {"tree": "4"}),
-        (ModelError, "kind medusa, and flexdraft was asked", "heads", {"kind": "flexdraft"}),
-        (SettingError, "mode was given for the heads", "heads", {"mode": "auto"}),
+        (CheckpointError, "holds flexdraft, not a drafter of kind", "flex", {"kind": "heads"}),
+        (SettingError, "tree was given for the drafter flexdraft", "flex", {"tree": "4"}),
+        (CheckpointError, "holds heads, not a drafter of kind", "heads", {"kind": "flexdraft"}),
+        (SettingError, "mode was given for the drafter heads", "heads", {"mode": "auto"}),
     ]
     for error, words, name, settings in cases:
         with pytest.raises(error, match=words):
@@ -144,12 +143,13 @@ def test_kinds_are_told_apart(tmp_path):
 
 def test_names(tmp_path):
     save_drafter(flex.random_flex(TARGET), tmp_path / "flex")
-    for name, mode in (("flexdraft", "auto"), ("flexdraft[sequential]", "sequential")):
-        make = choose_drafter(f"{name}:{tmp_path / 'flex'}")
-        assert make(TARGET).mode == mode
+    named = {"kind": "flexdraft", "model": str(tmp_path / "flex")}
+    assert choose_drafter(f"flexdraft:{tmp_path / 'flex'}")(TARGET).mode == "auto"
+    assert choose_drafter(named | {"mode": "sequential"})(TARGET).mode == "sequential"
     for name, words in (
-        ("flexdraft", "without a name of weights"),
-        ("flexdraft[fast]:x", "MODE is one of auto, parallel, sequential"),
+        ("flexdraft", "without a model"),
+        (named | {"mode": "fast"}, "must be one of auto, parallel, sequential"),
+        (named | {"confidence": 2}, "confidence"),
     ):
         with pytest.raises(SettingError, match=words):
             choose_drafter(name)
@@ -193,27 +193,14 @@ def test_releases_that_do_not_fit_are_refused(tmp_path):
         given = {"tensors": tensors} | changes
         directory = write_release(tmp_path / "release", **given)
         with pytest.raises((ModelError, CheckpointError), match=words):
-            load_drafter(directory, TARGET)
+            load_drafter(directory, TARGET, kind="flexdraft")
+    none = write_release(tmp_path / "none", tensors, section=None)
+    with pytest.raises(ModelError, match="holds no weights of FlexDraft"):
+        load_drafter(none, TARGET, kind="flexdraft")
     target = toy.model(family="llama", has_qk_norm=False)
     assert isinstance(target, LanguageModel)
     with pytest.raises(ModelError, match="FlexDraft"):
         load_drafter(write_release(tmp_path / "release", tensors), target)
-
-
-def test_what_is_exported_is_read_back_to_the_bit(tmp_path):
-    tensors, drafter = release_tensors()
-    export_drafter(drafter, tmp_path / "out", "flexdraft", target=TARGET)
-    assert_same(drafter, load_drafter(tmp_path / "out", TARGET))
-    path = tmp_path / "out" / "model.safetensors"
-    for name, written in load_file(path).items():
-        np.testing.assert_array_equal(written, tensors[name])
-    assert path.stat().st_mode & 0o777 == 0o644
-    with pytest.raises(ModelError, match="there is flexdraft, and save_drafter"):
-        export_drafter(drafter, tmp_path / "other", "vllm", target=TARGET)
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
-        export_drafter(drafter, tmp_path / "text", "flexdraft", target=TARGET, overwrite=True)
 
 
 def test_the_embedded_weights_fit_the_embedded_target():
@@ -221,5 +208,5 @@ def test_the_embedded_weights_fit_the_embedded_target():
     drafter = load_drafter("demo-flexdraft", target)
     config = drafter.config
     assert (config.num_deep_layers, config.block_size, config.rank) == (3, 8, 64)
-    assert choose_drafter("flexdraft[parallel]:demo-flexdraft")(target).mode == "parallel"
+    assert choose_drafter("demo-flexdraft", {"mode": "parallel"})(target).mode == "parallel"
     assert all(np.isfinite(np.float32(leaf)).all() for leaf in jax.tree.leaves(drafter.params))

@@ -50,7 +50,7 @@ def grow(tree, counts, tables, rows, *, are_alike=False, stops=False):
     found = grower.start()
     for level in range(len(counts)):
         is_wanted = grower.is_wanted(found, level) if stops else jnp.ones((num_rows,), bool)
-        found = if_any(is_wanted, functools.partial(add_level, level), found)
+        found = if_any(shape, is_wanted, functools.partial(add_level, level), found)
     return grower.draft(found, jnp.full((num_rows,), tree.num_nodes, jnp.int32))[0]
 
 

@@ -1,10 +1,9 @@
 """Heads in other projects' layouts: written here from random arrays, read, and compared with
-formulas of their own; what is refused; and heads written in these layouts."""
+formulas of their own; and what is refused."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import pickle
 import types
@@ -19,15 +18,11 @@ import toy
 from safetensors.numpy import load_file, save_file
 
 import jaxspec
-from jaxspec.drafters import stored
-from jaxspec.drafters.files import export_drafter, load_drafter
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_training_block
-from jaxspec.drafters.heads.config import HeadsConfig, heads_config, param_shapes
+from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import TargetParts
-from jaxspec.drafters.heads.other_layouts import leaf_shapes
-from jaxspec.drafters.stored import as_params
 from jaxspec.errors import (
     CheckpointError,
     JaxspecError,
@@ -35,7 +30,7 @@ from jaxspec.errors import (
     ModelError,
     SettingError,
 )
-from jaxspec.models.config import RopeConfig
+from jaxspec.load.drafters import load_drafter, parse_drafter
 
 WIDTH, VOCAB, NUM_HEADS, NUM_LAYERS = 32, toy.VOCAB, 3, 2
 TARGET = toy.model(family="llama", has_qk_norm=False, norm_epsilon=1e-5)
@@ -311,7 +306,7 @@ def load(directory: Path, *, target=TARGET, **options) -> Heads:
     """Without warnings, which are errors here."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", JaxspecWarning)
-        return load_drafter(directory, target, **options)
+        return load_drafter(directory, target, kind="heads", **options)
 
 
 # Medusa
@@ -454,6 +449,24 @@ def test_clover2_as_released(place):
             assert_same_logits(heads, wrong)
 
 
+def test_clover2_that_rotates_with_another_base(place):
+    """Files of an earlier jaxspec may state one."""
+    stored, stated = clover2_tensors(), {"clover": {**CLOVER2["clover"], "rope_theta": 5e5}}
+    heads = load(write(place, stored, CLOVER2 | stated))
+    assert_same_logits(heads, clover2_logits(stored, FEATURES, SOME_TOKENS, theta=5e5))
+
+
+def test_directories_that_say_what_they_hold(place):
+    """So that the kind need not be named; a merged model is a model."""
+    write(place / "own", medusa_tensors(), None, "medusa_lm_head.safetensors")
+    write(place / "clover2", clover2_tensors(), CLOVER2)
+    write(place / "vllm", vllm_tensors(), VLLM)
+    write(place / "merged", medusa_tensors(prefix="medusa_head."), LLAMA)
+    kinds = {path.name: parse_drafter(str(path)).kind for path in place.iterdir()}
+    expected = {"own": "heads", "clover2": "heads", "vllm": "heads", "merged": "draft_model"}
+    assert kinds == expected
+
+
 def test_clover2_with_another_head(place):
     stored = clover2_tensors()
     stored["lm_head.weight"] = stored["clover_embed_tokens.weight"] = HEAD + 1e-3
@@ -473,7 +486,7 @@ def test_clover2_with_another_head(place):
 
 def refused(name, error: type[JaxspecError], *fragments: str, target=TARGET, **options) -> None:
     with pytest.raises(error) as raised:
-        load_drafter(name, target, **options)
+        load_drafter(name, target, kind="heads", **options)
     message = str(raised.value)
     for fragment in fragments:
         assert fragment in message
@@ -487,7 +500,6 @@ def test_heads_of_another_target(place):
     refused(place, ModelError, "have width 32", "has width 64", target=wide)
     large = toy.model(family="llama", has_qk_norm=False, vocab_size=99)
     refused(place, ModelError, "a vocabulary of 61", "a vocabulary of 99", target=large)
-    refused(place, ModelError, "of kind medusa, and clover was asked for", kind="clover")
     refused(place, SettingError, "is 4 deep, and there are 3 heads", tree="2x4:5")
     refused(place, ModelError, "leave it out", revision="main")
 
@@ -559,7 +571,7 @@ def test_directories_without_heads(place, tmp_path):
     refused(place, ModelError, "holds no heads in a layout that is known", "draft_model:MODEL")
     (tmp_path / "empty").mkdir()
     refused(tmp_path / "empty", ModelError, "holds no heads in a layout that is known")
-    refused("./no-such", ModelError, "There is no directory of heads at './no-such'")
+    refused("./no-such", ModelError, "There is no drafter of kind heads at './no-such'")
 
 
 class Program:
@@ -611,7 +623,7 @@ def test_only_what_holds_heads_is_fetched(place, monkeypatch):
     own = write(place / "own", medusa_tensors(), MEDUSA, "medusa_lm_head.safetensors")
     others = ("medusa_lm_head.pt", "tokenizer.model", "model.safetensors")
     with hub_of(own, monkeypatch, others) as fetched:
-        assert load_drafter("org/heads", TARGET).name == "medusa[budget:4]:org/heads"
+        assert load_drafter("org/heads", TARGET, kind="heads").name == "medusa[budget:4]:org/heads"
     assert fetched == [["config.json", "medusa_lm_head.safetensors"]]
 
     merged = write(place / "merged", medusa_tensors(prefix="medusa_head."), LLAMA, "b.safetensors")
@@ -620,8 +632,8 @@ def test_only_what_holds_heads_is_fetched(place, monkeypatch):
     index = "model.safetensors.index.json"
     (merged / index).write_text(json.dumps({"weight_map": weight_map}))
     with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
-        load_drafter("org/heads", TARGET)
-    first = [["config.json"], ["config.json", index]]  # what an index says is read before shards
+        load_drafter("org/heads", TARGET, kind="heads")
+    first = [["config.json", index]]  # what an index says is read before shards
     assert fetched == [*first, ["config.json", index, "b.safetensors"]]
 
     # Of an ordinary model in shards, which holds none, no shard is fetched.
@@ -631,92 +643,13 @@ def test_only_what_holds_heads_is_fetched(place, monkeypatch):
     (merged / index).write_text(json.dumps({"weight_map": ordinary}))
     with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
         with pytest.raises(ModelError, match="holds no heads in a layout that is known"):
-            load_drafter("org/heads", TARGET)
+            load_drafter("org/heads", TARGET, kind="heads")
     assert fetched == first
 
     write(place / "vllm", vllm_tensors(), VLLM)
     with hub_of(place / "vllm", monkeypatch, ("pytorch_model.bin",)) as fetched:
-        load_drafter("org/heads", TARGET, revision="main")
-    assert fetched == [["config.json"], ["config.json", "model*.safetensors*"]]
-
-
-# Written here
-
-
-@pytest.mark.parametrize("shape", ["own", "shared", "truncated", "clover2"])
-def test_what_is_exported_is_read_back_to_the_bit(shape, place):
-    if shape == "clover2":
-        stored, config, format = clover2_tensors(), CLOVER2, "clover2"
-    else:
-        truncated = {"token_map": TOKENS} if shape == "truncated" else {}
-        stored, config, format = vllm_tensors() | truncated, VLLM, "vllm"
-        if truncated:
-            config = config | {"truncated_vocab_size": len(TOKENS)}
-        if shape == "shared":
-            stored |= {f"lm_heads.{k}.weight": HEAD for k in range(NUM_HEADS)}
-    heads = load(write(place / "a", stored, config))
-    export_drafter(heads, place / "b", format, target=TARGET)
-    again = load(place / "b")
-    assert again.config == heads.config
-    for one, other in zip(*map(jax.tree.leaves, (heads.params, again.params)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    if shape in ("own", "clover2"):  # also what another program reads
-        written = load_file(place / "b" / "model.safetensors")
-        assert written.keys() == stored.keys()
-        for name, tensor in stored.items():
-            np.testing.assert_array_equal(written[name], tensor)
-
-
-def test_clover2_with_layers_of_another_family(place):
-    """They are written, with what the release needs to know, and a warning that it does not."""
-    target = toy.model()  # Qwen3
-    config = heads_config("clover2", target.config, num_heads=2)
-    config = dataclasses.replace(
-        config, block=dataclasses.replace(config.block, rope=RopeConfig(theta=1e6, rotary_size=8))
-    )
-    rng = np.random.default_rng(0)
-    params = as_params(
-        param_shapes(config),
-        lambda path: jnp.asarray(rng.normal(size=leaf_shapes(config)[path]), jnp.bfloat16),
-    )
-    heads = Heads(config, params, tree="chain")
-    with pytest.warns(JaxspecWarning, match=r"qwen3 layers that rotate with base 1e\+06"):
-        export_drafter(heads, place, "clover2", target=target)
-    again = load(place, target=target, dtype="bfloat16")
-    assert again.config == config
-    for one, other in zip(*map(jax.tree.leaves, (params, again.params)), strict=True):
-        np.testing.assert_array_equal(one, other)
-    plain = dataclasses.replace(config, has_silu=True)
-    with pytest.raises(ModelError, match="and has_silu True were to be written"):
-        export_drafter(Heads(plain, params, tree="chain"), place, "clover2", target=target)
-
-
-def test_exports_that_are_refused(place, monkeypatch):
-    heads = load(write(place / "a", vllm_tensors(), VLLM))
-    for format in ("clover2", "gguf"):
-        with pytest.raises(ModelError, match="there is vllm for medusa, clover2 for clover2"):
-            export_drafter(heads, place / "b", format, target=TARGET)
-    other = toy.model(family="llama", has_qk_norm=False, vocab_size=99)
-    with pytest.raises(ModelError, match="a vocabulary of 99"):
-        export_drafter(heads, place / "b", "vllm", target=other)
-    with pytest.raises(CheckpointError, match="exists already"):
-        export_drafter(heads, place / "a", "vllm", target=TARGET)
-    (place / "text").mkdir()
-    (place / "text" / "file").write_text("mine")
-    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
-        export_drafter(heads, place / "text", "vllm", target=TARGET, overwrite=True)
-    write(place / "merged", medusa_tensors(prefix="medusa_head."), LLAMA)  # its target's too
-    with pytest.raises(CheckpointError, match="was not written by jaxspec"):
-        export_drafter(heads, place / "merged", "vllm", target=TARGET, overwrite=True)
-    export_drafter(heads, place / "a", "vllm", target=TARGET, overwrite=True)
-
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(stored, "save_file", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        export_drafter(heads, place / "b", "vllm", target=TARGET)
-    assert sorted(path.name for path in place.iterdir()) == ["a", "merged", "text"]
+        load_drafter("heads:org/heads", TARGET, revision="main")
+    assert fetched == [["config.json", "model*.safetensors*"]]
 
 
 @pytest.mark.system

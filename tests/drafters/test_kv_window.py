@@ -17,6 +17,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import num_bytes
+from jaxspec.engine.row_store import RowStore
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import attention_inputs
 from jaxspec.kernels.registry import default_kernels
@@ -306,7 +307,7 @@ def continued(executor, num_kept, params):
     [second] = requests_of([other], params)
     executor.admit_and_prefill(0, first, draft_length=4)
     executor.run(3)
-    executor.continue_row(0, second, draft_length=4, num_kept=num_kept, start=num_kept)
+    RowStore(executor).continue_row(0, second, draft_length=4, num_kept=num_kept, start=num_kept)
     num_seen = int(executor.state.drafter.num_seen[0])
     for start in range(num_kept, len(other) - 1, CHUNK):
         executor.prefill({0: start})
@@ -338,7 +339,7 @@ def test_what_the_ring_has_lost_is_read_again(monkeypatch, is_broken):
 def test_cutting_back_twice_forgets_nothing_of_what_was_written():
     """What was written before the first cut is still in the ring's way at the second."""
     executor = executor_of(windowed())
-    drafter, shape = executor.loop.drafter, executor.loop.resident_shape
+    drafter, shape = executor.parts.drafter, executor.parts.resident_shape
     executor.admit_and_prefill(0, *requests_of([PROMPTS[0]], SamplingParams()), draft_length=4)
     state = executor.state.drafter
     for num_kept, expected in ((500, 500), (480, 480), (460, 0)):

@@ -1,5 +1,6 @@
 """Drafters by name, and names of other libraries."""
 
+import json
 import warnings
 
 import jax
@@ -10,9 +11,9 @@ import tiny
 import jaxspec
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.names import choose_drafter, make_drafter
 from jaxspec.drafters.trees import BudgetTree
 from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.load.drafters import choose_drafter, load_drafter, make_drafter, parse_drafter
 from jaxspec.models import decoder
 from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
@@ -26,103 +27,115 @@ def test_a_drafter_is_left_as_it_is():
     assert make_drafter(ngram, TARGET) is ngram
     assert make_drafter(None, TARGET) is None
     assert make_drafter("none", TARGET) is None
-    assert make_drafter("ngram:2-3", TARGET) == ngram
-    for name in ("ngram[4]:1-4", "ngram[4]:2-3", "ngram:2-3"):
-        assert make_drafter(name, TARGET).name == name
-    assert make_drafter("ngram[4]", TARGET) == jaxspec.NGram(branches=4)
+
+
+def test_settings_stand_in_a_mapping_in_json_or_in_arguments():
+    given = {"prompt_lookup_min": 2, "prompt_lookup_max": 3}
+    expected = jaxspec.NGram(2, 3)
+    assert make_drafter({"kind": "ngram", **given}, TARGET) == expected
+    assert make_drafter(json.dumps({"kind": "ngram", **given}), TARGET) == expected
+    assert choose_drafter("ngram", given)(TARGET) == expected
+    assert load_drafter("ngram", TARGET, **given) == expected
+    assert make_drafter("ngram", TARGET) == jaxspec.NGram()
+    with pytest.raises(SettingError, match="which is plain decoding"):
+        load_drafter("none", TARGET)
 
 
 def test_a_model_is_named_as_for_load_model(tmp_path):
     path = tiny.save(tmp_path, "draft", text=tiny.tokenizer())
-    for name in (str(path), f"draft_model:{path}"):
+    model = {"model": str(path)}
+    for name in (str(path), f"draft_model:{path}", model, {"kind": "draft_model", "model": path}):
         drafter = make_drafter(name, TARGET)
         assert isinstance(drafter, jaxspec.DraftModel)
         assert drafter.name == f"draft_model:{path}"
-    assert jaxspec.DraftModel(str(path), 0.5).min_confidence == 0.5
-    early = make_drafter(f"draft_model@0.25:{path}", TARGET)
+    early = make_drafter(model | {"min_confidence": 0.25}, TARGET)
     assert isinstance(early, jaxspec.DraftModel)
     assert early.min_confidence == 0.25
-    tree = make_drafter(f"draft_model[2x3:5]:{path}", TARGET)
-    assert isinstance(tree, jaxspec.DraftModel)
-    assert tree.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
-    assert tree.name == f"draft_model[2x3:5]:{path}"
-    kept = make_drafter(f"draft_model[2x3:5]~256:{path}", TARGET)
+    kept = load_drafter(path, TARGET, tree="2x3:5", kv_window=256, kv_dtype="int8")
     assert isinstance(kept, jaxspec.DraftModel)
-    assert (kept.tree, kept.kv_window, kept.kv_sinks) == (tree.tree, 256, 4)
-    assert kept.name == f"draft_model[2x3:5]~256+4:{path}"
-    assert make_drafter(f"draft_model@0.25~512+0:{path}", TARGET).name == (
-        f"draft_model@0.25~512+0:{path}"
-    )
+    assert kept.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
+    assert (kept.kv_window, kept.kv_sinks, kept.model.kv_dtype) == (256, 4, "int8")
+    assert load_drafter(path, TARGET, tree=kept.tree).tree == kept.tree
+    assert load_drafter(path, TARGET, tree="mc_sim_7b_63").tree.num_nodes == 63
     # Only looked at: nothing is loaded until the drafter is made.
-    assert choose_drafter("demo-draft")
-    assert choose_drafter("random:qwen3-0.6b")
-    assert choose_drafter("organisation/model")
-    with pytest.raises(SettingError, match="There is no drafter 'eagle'; choose none, ngram"):
-        choose_drafter("eagle")
+    for name in ("demo-draft", "random:qwen3-0.6b", "organisation/model"):
+        assert parse_drafter(name) == ("draft_model", {"model": name})
+    with pytest.raises(SettingError, match=r"Engine\(target, drafter='demo-draft'\)"):
+        jaxspec.DraftModel(str(path))
 
 
-def test_heads_are_named_by_kind_tree_and_place(tmp_path):
+def test_heads_are_named_by_their_directory(tmp_path):
     config = heads_config("clover", TARGET.config, num_heads=2, block=None)
     shapes = param_shapes(config)
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=decoder.is_shape)
     path = tmp_path / "heads"
     jaxspec.save_drafter(Heads(config, params), path, target=TARGET)
-    for name, tree in {
-        f"heads:{path}": BudgetTree(nodes=4, depth=2),
-        f"clover:{path}": BudgetTree(nodes=4, depth=2),
-        f"clover[8]:{path}": BudgetTree(nodes=8, depth=2),
-        f"clover[4x2:16]:{path}": jaxspec.BeamTree(4, 2, 16),
-        f"heads[chain]:{path}": None,
-    }.items():
+    for name in (str(path), f"heads:{path}", {"kind": "heads", "model": path}):
         heads = make_drafter(name, TARGET)
         assert isinstance(heads, Heads)
-        assert heads.tree == tree
-        assert make_drafter(heads.name, TARGET).tree == tree  # a report's name is one too
-    for kind in ("medusa", "clover2"):
-        with pytest.raises(ModelError, match=f"of kind clover, and {kind} was asked for"):
-            make_drafter(f"{kind}:{path}", TARGET)
+        assert heads.tree == BudgetTree(nodes=4, depth=2)
+    for name, tree in {
+        8: BudgetTree(nodes=8, depth=2),
+        "8": BudgetTree(nodes=8, depth=2),
+        "4x2:16": jaxspec.BeamTree(4, 2, 16),
+        "chain": None,
+    }.items():
+        assert load_drafter(path, TARGET, tree=name).tree == tree
+    with pytest.raises(CheckpointError, match="holds heads, not a drafter of kind flexdraft"):
+        make_drafter(f"flexdraft:{path}", TARGET)
     with pytest.raises(SettingError, match="4 deep, and there are 2 heads"):
-        make_drafter(f"clover[mc_sim_7b_63]:{path}", TARGET)
+        load_drafter(path, TARGET, tree="mc_sim_7b_63")
     with pytest.raises(CheckpointError, match="holds heads, not a model"):
-        make_drafter(str(path), TARGET)
-    assert choose_drafter("medusa:organisation/model")  # only looked at
+        make_drafter(f"draft_model:{path}", TARGET)
+
+
+NGRAM = {"kind": "ngram"}
+DRAFT = {"kind": "draft_model", "model": "x"}
+HEADS = {"kind": "heads", "model": "x"}
 
 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("ngram:1-999999999999", "write ngram, or ngram:MIN-MAX"),
-        ("ngram:1-" + "9" * 5000, "write ngram, or ngram:MIN-MAX"),
-        ("ngram:1-65", "1 <= min <= max <= 64"),
-        ("ngram:1-99999999", "1 <= min <= max <= 64"),
-        ("ngram[x]", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
-        ("ngram[4", "or ngram[BRANCHES] as in ngram[4] or ngram[4]:2-4"),
-        ("ngram[17]", "branches 17 was given; it must be 1 (chains) to 16"),
-        ("draft_model~x:y", "write draft_model~WINDOW:MODEL or draft_model~WINDOW+SINKS:MODEL"),
-        ("draft_model~:y", "write draft_model~WINDOW:MODEL or draft_model~WINDOW+SINKS:MODEL"),
-        ("draft_model~64:y", "kv_window 64 was given; KV is kept in blocks of 128 positions"),
-        ("draft_model~256+200:y", "kv_sinks 200 was given"),
-        ("draft_model~256+4", "was given without a model; write draft_model~256+4:MODEL"),
-        ("draft_model[4x4]:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
-        ("draft_model[4x4:12:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
-        ("draft_model[4x4:12]@0.4:x", "write draft_model[WIDTHxDEPTH:NODES]:MODEL, as in"),
-        ("draft_model[4x4:12]", "write draft_model[4x4:12]:MODEL"),
-        ("draft_model[2x2:7]:x", "make 6 candidates, so ask for at most as many nodes"),
-        ("draft_model[0x2:1]:x", "each must be at least 1"),
-        ("medusa", "was given without a name of heads; write medusa:NAME"),
-        ("heads[8]:", "was given without a name of heads; write heads:NAME"),
-        ("clover[8:x", "write KIND[TREE]:NAME, as in clover[8]:NAME"),
-        ("clover[4x4]:x", "The tree '4x4' was given; write chain, NODES, WIDTHxDEPTH:NODES, or"),
-        ("clover[]:x", "The tree '' was given; write chain"),
-        ("clover[0]:x", "each must be at least 1"),
-        ("clover[2x2:7]:x", "make 6 candidates, so ask for at most as many nodes"),
-        ("medusa[mc_sim]:x", "There is no Medusa tree 'mc_sim'; choose one of mc_sim_7b_63"),
+        ("eagle", "There is no drafter 'eagle'; choose none, ngram, draft_model, heads, flexdraft"),
         ("~nouser", "the home directory of a user that this machine does not know"),
         ("", "There is no drafter ''"),
         ("x" * 5000, "There is no drafter 'xxx"),
+        ("ngram:1-4", "model was given for the drafter ngram, which takes prompt_lookup_min"),
+        ("ngram[4]", "There is no drafter 'ngram[4]'"),
+        ("draft_model[4x4:12]:/x", "and give settings as --drafter-args JSON"),
+        ("heads", "The drafter heads was given without a model; write heads:MODEL"),
+        ("heads:", "was given without a model"),
+        ("{", "write a JSON object or a name"),
+        ("{1}", "write a JSON object or a name"),
+        ("{}", "was given without a kind"),
+        ("[" * 9999, "There is no drafter"),
+        (7, "drafter 7 was given; it must be a drafter, what names one, or None"),
+        ({"kind": "eagle"}, "There is no drafter 'eagle'"),
+        ({"kind": 7}, "kind 7 was given"),
+        ({"model": 7}, "model 7 was given"),
+        ({"kind": "heads", "model": ""}, "was given without a model"),
+        ({"branches": 4}, "was given without a kind; add one of ngram, draft_model"),
+        (NGRAM | {"prompt_lookup_max": 65}, "1 <= min <= max <= 64"),
+        (NGRAM | {"branches": 17}, "branches 17 was given; it must be 1 (chains) to 16"),
+        (NGRAM | {"kv_dtype": "int8"}, "kv_dtype was given for the drafter ngram, which takes"),
+        (DRAFT | {"kv_window": 64}, "kv_window 64 was given; KV is kept in blocks of 128"),
+        (DRAFT | {"kv_sinks": 200}, "kv_sinks 200 was given"),
+        (DRAFT | {"min_confidence": 1.5}, "min_confidence 1.5 was given"),
+        (DRAFT | {"tree": "4x4"}, "The tree '4x4' was given; write WIDTHxDEPTH:NODES"),
+        (DRAFT | {"tree": 8}, "The tree '8' was given; write WIDTHxDEPTH:NODES"),
+        (DRAFT | {"tree": "2x2:7"}, "make 6 candidates, so ask for at most as many nodes"),
+        (DRAFT | {"tree": "0x2:1"}, "each must be at least 1"),
+        (DRAFT | {"tree": "2x2:4", "min_confidence": 0.5}, "only chains end early"),
+        (HEADS | {"tree": "4x4"}, "write chain, NODES, WIDTHxDEPTH:NODES"),
+        (HEADS | {"tree": ""}, "The tree '' was given; write chain"),
+        (HEADS | {"tree": "0"}, "each must be at least 1"),
+        (HEADS | {"tree": "9" * 5000}, "was given; write chain, NODES"),
+        (HEADS | {"tree": "mc_sim"}, "There is no Medusa tree 'mc_sim'; choose one of"),
     ],
-)
+)  # fmt: skip
 def test_names_that_are_none(name, message):
+    """They are refused before any model is loaded."""
     with pytest.raises(SettingError) as raised:
         choose_drafter(name)
     assert message in str(raised.value)

@@ -15,7 +15,7 @@ import toy
 
 import jaxspec
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine import adaptive, round_times
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
@@ -1200,7 +1200,7 @@ def test_a_warm_up_measures(target, plain, measured):
 
 
 @dataclasses.dataclass(frozen=True)
-class WindowKeeper(DrafterBase):
+class WindowKeeper(Drafter):
     """Keeps a state as large as the window."""
 
     name: str = "window-keeper"

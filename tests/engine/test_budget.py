@@ -8,9 +8,9 @@ import pytest
 import toy
 
 from jaxspec import DraftModel, Engine, SamplingParams, SettingError
-from jaxspec.engine import budget
-from jaxspec.engine.budget import bytes_of, fit_rows
-from jaxspec.engine.plan import compile_programs
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.engine import memory
+from jaxspec.engine.memory import bytes_of, compile_programs, fit_rows
 
 SHAPE = {"max_length": 256, "prefill_chunk": 16, "draft_length": 3, "scheduler": "static"}
 
@@ -26,45 +26,45 @@ def _each_is_compiled_once():
     found = {}
 
     def compile_once(loop):
-        key = loop.shape.batch_size
+        key = loop.parts.shape.batch_size
         if key not in found:
             found[key] = compile_programs(loop)
         return found[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(budget, "compile_programs", compile_once)
+        patch.setattr(memory, "compile_programs", compile_once)
         yield
 
 
 @pytest.fixture(scope="module")
-def loop(parts):
-    return Engine(*parts, batch_size=6, **SHAPE).executor.loop
+def made(parts):
+    return Engine(*parts, batch_size=6, **SHAPE).executor.parts
 
 
-def total_bytes(loop, num_rows):
-    shape = dataclasses.replace(loop.shape, batch_size=num_rows)
-    return bytes_of(dataclasses.replace(loop, shape=shape)).total_bytes
+def total_bytes(made, num_rows):
+    shape = dataclasses.replace(made.shape, batch_size=num_rows)
+    return bytes_of(DecodeLoop(dataclasses.replace(made, shape=shape))).total_bytes
 
 
-def is_the_most(loop, found, budget_bytes):
+def is_the_most(made, found, budget_bytes):
     """Whether what was found fits, and one more row would not."""
     rows = found.shape.batch_size
-    fits = total_bytes(loop, rows) <= budget_bytes
-    return fits and total_bytes(loop, rows + 1) > budget_bytes
+    fits = total_bytes(made, rows) <= budget_bytes
+    return fits and total_bytes(made, rows + 1) > budget_bytes
 
 
-def test_the_most_rows_that_fit_are_chosen(loop):
-    whole, four = total_bytes(loop, 6), total_bytes(loop, 4)
-    assert fit_rows(loop, whole).shape.batch_size == 6
+def test_the_most_rows_that_fit_are_chosen(made):
+    whole, four = total_bytes(made, 6), total_bytes(made, 4)
+    assert fit_rows(made, whole).shape.batch_size == 6
     for budget_bytes in (whole - 1, four, four - 1):
-        assert is_the_most(loop, fit_rows(loop, budget_bytes), budget_bytes)
-    assert fit_rows(loop, four).shape.batch_size == 4
+        assert is_the_most(made, fit_rows(made, budget_bytes), budget_bytes)
+    assert fit_rows(made, four).shape.batch_size == 4
 
 
-def test_rows_chosen_without_the_programs_are_too_many(loop, monkeypatch):
+def test_rows_chosen_without_the_programs_are_too_many(made, monkeypatch):
     """Sabotage: the temporaries are forgotten."""
-    budget_bytes = total_bytes(loop, 4) - 1
-    real = budget.compile_programs
+    budget_bytes = total_bytes(made, 4) - 1
+    real = memory.compile_programs
 
     def without_temporaries(loop):
         return [
@@ -72,14 +72,14 @@ def test_rows_chosen_without_the_programs_are_too_many(loop, monkeypatch):
             for each in real(loop)
         ]
 
-    monkeypatch.setattr(budget, "compile_programs", without_temporaries)
-    found = fit_rows(loop, budget_bytes)
+    monkeypatch.setattr(memory, "compile_programs", without_temporaries)
+    found = fit_rows(made, budget_bytes)
     monkeypatch.undo()
-    assert not is_the_most(loop, found, budget_bytes)
+    assert not is_the_most(made, found, budget_bytes)
 
 
-def test_an_engine_takes_a_budget(parts, loop):
-    budget_bytes = total_bytes(loop, 2)
+def test_an_engine_takes_a_budget(parts, made):
+    budget_bytes = total_bytes(made, 2)
     engine = Engine(*parts, batch_size=6, budget_bytes=budget_bytes, **SHAPE)
     assert engine.shape.batch_size == engine.num_residents == 2
     assert bytes_of(engine.executor.loop).total_bytes <= budget_bytes
@@ -89,12 +89,12 @@ def test_an_engine_takes_a_budget(parts, loop):
     assert engine.executor.programs["run"].compiled.is_cached
 
 
-def test_what_cannot_fit_is_refused_with_the_smallest_budget(parts, loop):
+def test_what_cannot_fit_is_refused_with_the_smallest_budget(parts, made):
     with pytest.raises(SettingError, match="one row needs") as refused:
-        fit_rows(loop, 1000)
+        fit_rows(made, 1000)
     least = int(str(refused.value).split(" bytes), of which")[0].split("(")[-1])
-    assert fit_rows(loop, least).shape.batch_size == 1
+    assert fit_rows(made, least).shape.batch_size == 1
     with pytest.raises(SettingError, match=f"{least} bytes"):
-        fit_rows(loop, least - 1)
+        fit_rows(made, least - 1)
     with pytest.raises(SettingError, match="budget_bytes 0 was given"):
         Engine(*parts, batch_size=6, budget_bytes=0, **SHAPE)

@@ -469,9 +469,10 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     batch_size = int(str(raised.value).split("fits is a batch_size of ")[1].split()[0])
     assert 1 <= batch_size < 2**14
 
-    # A round's logits, too: 3 rows, a window of 5 tokens, fp32.
+    # A round's logits, too: 3 rows, a window of 5 tokens, fp32, of which 9 tokens are drawn at a
+    # time with twelve arrays each.
     needed = memory.needed_bytes
-    assert needed == nbytes + 3 * 5 * target.vocab_size * 4
+    assert needed == nbytes + (3 * 5 + 12 * 9) * target.vocab_size * 4
 
     # Exactly what is named fits, one row or one block more does not, nor does a longer draft.
     monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (needed, "in this cgroup"))

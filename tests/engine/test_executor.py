@@ -9,7 +9,7 @@ import toy
 import jaxspec
 from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.decode import settings
-from jaxspec.decode.settings import make_loop
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import Executor, make_executor
 from jaxspec.errors import SettingError
 from jaxspec.models.config import RopeConfig
@@ -28,25 +28,21 @@ def target():
 
 @pytest.fixture(scope="module")
 def executor(target):
-    loop = make_loop(
+    parts = make_parts(
         target,
         jaxspec.NGram(),
-        verifier=jaxspec.Coupled(),
-        scheduler=jaxspec.Static(),
-        draft_length=3,
-        verify_length=None,
-        batch_size=2,
-        max_length=128,
-        prefill_chunk=16,
+        EngineConfig(
+            scheduler="static", draft_length=3, batch_size=2, max_length=128, prefill_chunk=16
+        ),
     )
-    return Executor(loop)
+    return Executor(parts)
 
 
 def fill(executor):
     """Empties the executor and reads both prompts."""
     executor.reset()
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    target = executor.loop.target
+    target = executor.parts.target
     requests = make_requests(PROMPTS, params, target, longest=executor.longest_prompt)
     for row, request in enumerate(requests):
         executor.admit_and_prefill(row, request, draft_length=3, arrival=row)

@@ -29,7 +29,7 @@ from jaxspec import (
 from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
-from jaxspec.engine.executor import SESSION_PROGRAMS
+from jaxspec.engine.row_store import ROW_PROGRAMS
 
 CHUNK = 16
 SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": CHUNK, "draft_length": 3}
@@ -132,7 +132,7 @@ def test_every_drafter_keeps_what_it_can(name):
     engine = Engine(target, drafter, **shape)
     session = engine.session()
     completions = chat(session)
-    seam = bool(drafter is not None and engine.executor.loop.drafter.taps)
+    seam = bool(drafter is not None and engine.executor.parts.drafter.taps)
     known = len(FIRST) + 13 - 1
     assert completions[1].num_reused_tokens == known - seam
     assert completions[1].num_reread_tokens == seam
@@ -325,14 +325,14 @@ def test_sessions_take_turns_in_too_few_rows(engine):
             assert session.place == "device"
     memory, metrics = engine.memory, engine.metrics()
     assert memory.num_parked_tokens == metrics["num_parked_tokens"] > 0
-    assert memory.parked_bytes % engine.executor.row_bytes(1) > 0  # and what is not in pages
+    assert memory.parked_bytes % engine.row_store.row_bytes(1) > 0  # and what is not in pages
     assert memory.num_resident_tokens == sum(
         session.num_kept_tokens for session in sessions if session.place == "device"
     )
     assert "on the host" in memory.sentence
     check_chat(engine, found)
     counts = engine.executor.compile_counts()
-    assert {counts[name] for name in SESSION_PROGRAMS} == {1}
+    assert {counts[name] for name in ROW_PROGRAMS} == {1}
     for session in sessions:
         session.close()
     assert (engine.memory.num_parked_tokens, engine.memory.num_resident_tokens) == (0, 0)
@@ -399,12 +399,12 @@ def test_memory_that_ran_out_costs_only_the_session_that_was_parked_then(target,
 
 def test_kv_is_parked_in_pinned_memory_where_the_device_has_it(target, monkeypatch):
     engine = Engine(target, DraftModel(toy.model(seed=1, num_layers=1)), **SHAPE)
-    assert engine.executor.parking_place is None  # a CPU is the host
+    assert engine.row_store.parking_place is None  # a CPU is the host
     pinned = jax.sharding.SingleDeviceSharding(jax.local_devices()[0], memory_kind="pinned_host")
-    monkeypatch.setattr(engine.executor, "parking_place", pinned)
+    monkeypatch.setattr(engine.row_store, "parking_place", pinned)
     session = engine.session()
     first = session.generate(FIRST, GREEDY)
-    stored = engine.executor.park_row(session.row, session.num_kept_tokens)
+    stored = engine.row_store.park_row(session.row, session.num_kept_tokens)
     kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves((stored.pages, stored.rest))}
     assert kinds == {"pinned_host"}
     engine.generate([OTHER] * engine.num_residents, GREEDY)
@@ -432,7 +432,7 @@ def test_which_devices_have_pinned_memory(platform, kinds, expected):
 
 
 def test_the_least_recently_used_is_dropped_first(target):
-    one = Engine(target, NGram(1, 3), **SHAPE).executor.row_bytes(30)
+    one = Engine(target, NGram(1, 3), **SHAPE).row_store.row_bytes(30)
     engine = Engine(target, NGram(1, 3), session_bytes=2 * one, **SHAPE)
     sessions = [engine.session() for _ in range(3)]
     for session in sessions:

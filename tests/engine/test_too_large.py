@@ -54,7 +54,7 @@ def measured(monkeypatch):
     monkeypatch.setattr(memory, "measure_parts", measure)
     monkeypatch.setattr(memory, "free_memory", lambda: (FREE, "on this host"))
     monkeypatch.setattr("jaxspec.decode.buckets.is_width_invariant", refuse)
-    monkeypatch.setattr("jaxspec.engine.budget.compile_programs", refuse)
+    monkeypatch.setattr("jaxspec.engine.memory.compile_programs", refuse)
     monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
     return calls
 

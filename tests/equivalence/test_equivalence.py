@@ -5,6 +5,9 @@ window-1 loop. One table of drafters goes through all of it, and a test holds th
 the package exports. Sabotaged rounds show that the checks can fail.
 """
 
+import dataclasses
+import functools
+
 import door
 import flex
 import heads
@@ -21,7 +24,9 @@ from jaxspec.decode import round as decoding
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import RopeConfig
+from jaxspec.requests.completions import Completions
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.verifiers import coupled
 
@@ -31,48 +36,52 @@ WINDOW = 6
 FLEX = {"block_size": WINDOW + 1, "num_deep_layers": 1, "confidence": 0.0}
 
 
-def drafters(target, truth):
-    """Every drafter, by name; `truth` are prompts with their true continuations."""
-    own = jaxspec.DraftModel(target)
-    stranger = jaxspec.DraftModel(toy.model(seed=9, dtype=target.dtype, width=24, num_layers=1))
-    return {
-        "DraftModel": stranger,
-        "DraftModel of the target": own,
-        "DraftModel that ends drafts early": jaxspec.DraftModel(stranger.model, 0.25),
-        "DraftModel of the target, a beam tree": jaxspec.DraftModel(
-            target, tree=jaxspec.BeamTree(3, 3, WINDOW)
-        ),
-        "DraftModel, a fixed shape": jaxspec.DraftModel(
-            stranger.model, tree=jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
-        ),
-        "NGram": jaxspec.NGram(1, 3),
-        "NGram of three branches": jaxspec.NGram(1, 3, branches=3),
-        "Oracle": jaxspec.Oracle(truth, acceptance=0.7),
-        "Oracle with cost": jaxspec.Oracle(truth, acceptance=0.5, cost_of=stranger),
-        "always wrong": toy.WrongDrafter(),
-        "a tree": toy.TreeOracle(tuple(map(tuple, truth)), right_until=60),
-        "a linear head": door.linear_head(target),
-        "drafts that ride along": door.Riding(target),
-        "Heads of Medusa, a fixed shape": heads.random_heads(
-            "medusa", target, tree=jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
-        ),
-        "Heads of Hydra, a chain": heads.random_heads("hydra", target, tree="chain"),
-        "Heads of Clover, a budget": heads.random_heads("clover", target),
-        "Heads of Clover-2, a beam tree": heads.random_heads(
-            "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
-        ),
-        "FlexDraft, parallel": flex.random_flex(target, mode="parallel", **FLEX),
-        "FlexDraft, sequential": flex.random_flex(target, mode="sequential", **FLEX),
-        "FlexDraft of copied projectors, parallel": flex.copied_flex(
-            target, mode="parallel", **FLEX
-        ),
-        "FlexDraft of copied projectors, sequential": flex.copied_flex(
-            target, mode="sequential", **FLEX
-        ),
-    }
+FIXED = jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 
 
-NAMES = list(drafters(toy.model(), [[1]]))
+def stranger(target):
+    """A draft model of other weights and sizes."""
+    return toy.model(seed=9, dtype=target.dtype, width=24, num_layers=1)
+
+
+# Every drafter, by name: a function of the target, and of prompts with their true continuations.
+DRAFTERS = {
+    "DraftModel": lambda target, _: jaxspec.DraftModel(stranger(target)),
+    "DraftModel of the target": lambda target, _: jaxspec.DraftModel(target),
+    "DraftModel that ends drafts early": lambda target, _: jaxspec.DraftModel(
+        stranger(target), 0.25
+    ),
+    "DraftModel of the target, a beam tree": lambda target, _: jaxspec.DraftModel(
+        target, tree=jaxspec.BeamTree(3, 3, WINDOW)
+    ),
+    "DraftModel, a fixed shape": lambda target, _: jaxspec.DraftModel(stranger(target), tree=FIXED),
+    "NGram": lambda *_: jaxspec.NGram(1, 3),
+    "NGram of three branches": lambda *_: jaxspec.NGram(1, 3, branches=3),
+    "Oracle": lambda _, truth: jaxspec.Oracle(truth, acceptance=0.7),
+    "Oracle with cost": lambda target, truth: jaxspec.Oracle(
+        truth, acceptance=0.5, cost_of=jaxspec.DraftModel(stranger(target))
+    ),
+    "always wrong": lambda *_: toy.WrongDrafter(),
+    "a tree": lambda _, truth: toy.TreeOracle(tuple(map(tuple, truth)), right_until=60),
+    "a linear head": lambda target, _: door.linear_head(target),
+    "drafts that ride along": lambda target, _: door.Riding(target),
+    "Heads of Medusa, a fixed shape": lambda target, _: heads.random_heads(
+        "medusa", target, tree=FIXED
+    ),
+    "Heads of Hydra, a chain": lambda target, _: heads.random_heads("hydra", target, tree="chain"),
+    "Heads of Clover, a budget": lambda target, _: heads.random_heads("clover", target),
+    "Heads of Clover-2, a beam tree": lambda target, _: heads.random_heads(
+        "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
+    ),
+    "FlexDraft, parallel": lambda target, _: flex.random_flex(target, mode="parallel", **FLEX),
+    "FlexDraft, sequential": lambda target, _: flex.random_flex(target, mode="sequential", **FLEX),
+    "FlexDraft of copied projectors, parallel": lambda target, _: flex.copied_flex(
+        target, mode="parallel", **FLEX
+    ),
+    "FlexDraft of copied projectors, sequential": lambda target, _: flex.copied_flex(
+        target, mode="sequential", **FLEX
+    ),
+}
 LONGER = (  # the table is quicker without
     "DraftModel, a fixed shape",
     "NGram of three branches",
@@ -82,6 +91,21 @@ LONGER = (  # the table is quicker without
     "FlexDraft of copied projectors, parallel",
     "FlexDraft of copied projectors, sequential",
 )
+NATIVE, XLA = "float32, default kernels", "bfloat16, XLA's kernels"
+IN_BFLOAT16 = {  # where each tier has those that differ in how they score and store
+    "DraftModel of the target": (),
+    "a tree": (),
+    "Heads of Clover, a budget": (),
+    "FlexDraft, parallel": (),
+    "DraftModel of the target, a beam tree": pytest.mark.system,
+    "Oracle with cost": pytest.mark.system,
+    "drafts that ride along": pytest.mark.system,
+    "FlexDraft of copied projectors, sequential": pytest.mark.system,
+}
+TABLE = [
+    *(pytest.param(NATIVE, x, marks=[pytest.mark.system] * (x in LONGER)) for x in DRAFTERS),
+    *(pytest.param(XLA, x, marks=IN_BFLOAT16.get(x, pytest.mark.slow)) for x in DRAFTERS),
+]
 
 
 def test_the_table_holds_every_drafter_the_package_exports():
@@ -91,54 +115,60 @@ def test_the_table_holds_every_drafter_the_package_exports():
         if isinstance(vars(jaxspec)[name], type)
         and issubclass(vars(jaxspec)[name], object)
         and hasattr(vars(jaxspec)[name], "propose")
-        and name not in ("Drafter", "DrafterBase")
+        and name not in ("Drafter", "Drafter")
     }
     assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram", "Oracle"}
-    assert exported <= {name.split()[0].rstrip(",") for name in NAMES}
-    for drafter in drafters(toy.model(), [[1]]).values():
-        assert isinstance(drafter, Drafter)
+    assert exported <= {name.split()[0].rstrip(",") for name in DRAFTERS}
+    target = toy.model()
+    for make in DRAFTERS.values():
+        assert isinstance(make(target, [[1]]), Drafter)
 
 
-def setting_of(kind):
+@dataclasses.dataclass(eq=False)
+class Setting:
     """A target, prompts, and their plain continuations from the window-1 loop."""
-    if kind.startswith("float32"):
-        # A head that fills the vectors of every processor the kernels are written for.
-        rope = RopeConfig(theta=1e4, rotary_size=16)
-        target = toy.model(kernels=default_kernels(), head_size=16, rope=rope)
-    else:
-        target = toy.model(dtype=jnp.bfloat16)
-    prompts = toy.prompts(LENGTHS)
-    reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    return target, prompts, reference
+
+    target: LanguageModel
+    prompts: list[list[int]]
+    reference: Completions
+
+    @classmethod
+    def of(cls, kind):
+        if kind.startswith("float32"):
+            # A head that fills the vectors of every processor the kernels are written for.
+            rope = RopeConfig(theta=1e4, rotary_size=16)
+            target = toy.model(kernels=default_kernels(), head_size=16, rope=rope)
+        else:
+            target = toy.model(dtype=jnp.bfloat16)
+        prompts = toy.prompts(LENGTHS)
+        reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
+        return cls(target, prompts, reference)
+
+    @functools.cached_property
+    def engine(self):
+        """The engine with the drafter of a name, made once."""
+
+        def make(name, *, tree_depth=None, scheduler="static"):
+            drafter = DRAFTERS[name](self.target, toy.sequences(self.reference))
+            return engine_for(self.target, drafter, tree_depth=tree_depth, scheduler=scheduler)
+
+        return functools.cache(make)
 
 
-XLA = "bfloat16, XLA's kernels"
-
-
-@pytest.fixture(
-    scope="module",
-    params=["float32, default kernels", pytest.param(XLA, marks=pytest.mark.system)],
-)
+@pytest.fixture(scope="module", params=[NATIVE, pytest.param(XLA, marks=pytest.mark.system)])
 def setting(request):
-    return setting_of(request.param)
+    return Setting.of(request.param)
 
 
-@pytest.fixture(scope="module")
-def xla_setting():
-    return setting_of(XLA)
-
-
-def engine_for(
-    target, drafter, *, draft_length=4, batch_size=4, tree_depth=None, scheduler="static"
-):
+def engine_for(target, drafter, *, tree_depth=None, scheduler="static"):
     return Engine(
         target,
         drafter,
         scheduler=scheduler,  # static: prompt i is row i
-        draft_length=draft_length,
+        draft_length=4,
         verify_length=WINDOW + 1,
         tree_depth=tree_depth,
-        batch_size=batch_size,
+        batch_size=4,
         max_length=256,
     )
 
@@ -147,26 +177,9 @@ def token_ids(completions):
     return [completion.token_ids for completion in completions]
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.system] * (name in LONGER)) for name in NAMES]
-)
+@pytest.mark.parametrize(("setting", "name"), TABLE, indirect=["setting"])
 def test_speculative_equals_plain_bit_for_bit(setting, name):
-    check_equal_to_plain(setting, name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["DraftModel of the target", "a tree", "Heads of Clover, a budget", "FlexDraft, parallel"],
-)
-def test_with_xlas_kernels_too(xla_setting, name):
-    """The whole table runs with these as well, in the tier of whole programs."""
-    check_equal_to_plain(xla_setting, name)
-
-
-def check_equal_to_plain(setting, name):
-    target, prompts, reference = setting
-    engine = engine_for(target, drafters(target, toy.sequences(reference))[name])
-    batch = prompts[:4]
+    engine, batch = setting.engine(name), setting.prompts[:4]
     plain = engine.generate(batch, PARAMS, speculate=False)
     plain_kv = live_kv(engine)
     poison(engine)  # or the plain run's KV would stand in for what the drafted run fails to write
@@ -184,20 +197,18 @@ def check_equal_to_plain(setting, name):
 
 
 def test_drafters_and_draft_lengths_agree_on_one_window_and_tree_depth(setting):
-    target, prompts, reference = setting
-    table = drafters(target, toy.sequences(reference))
     expected = None
     for name in ("DraftModel of the target", "NGram", "Oracle", "a tree"):
-        engine = engine_for(target, table[name], tree_depth=WINDOW)
+        engine = setting.engine(name, tree_depth=WINDOW)
         for draft_length in (1, 4, WINDOW):
-            got = token_ids(engine.generate(prompts[:4], PARAMS, draft_length=draft_length))
+            done = engine.generate(setting.prompts[:4], PARAMS, draft_length=draft_length)
+            got = token_ids(done)
             expected = expected or got
             assert got == expected, (name, draft_length)
 
 
 def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
-    target, prompts, reference = setting
-    engine = engine_for(target, drafters(target, toy.sequences(reference))["Oracle"])
+    engine, prompts = setting.engine("Oracle"), setting.prompts
     together = token_ids(engine.generate(prompts, PARAMS))
     order = np.random.default_rng(3).permutation(len(prompts))
     shuffled = token_ids(engine.generate([prompts[i] for i in order], PARAMS))
@@ -207,28 +218,30 @@ def test_a_request_does_not_depend_on_neighbours_seat_or_order(setting):
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    "setting", [NATIVE, pytest.param(XLA, marks=pytest.mark.slow)], indirect=True
+)
 @pytest.mark.parametrize("scheduler", ["pool", "continuous"])
 @pytest.mark.parametrize(
     "name", ["DraftModel of the target, a beam tree", "DraftModel, a fixed shape", "a tree"]
 )
 def test_schedulers_agree_on_trees(setting, name, scheduler):
     """Greedy and sampled rows side by side, more requests than rows."""
-    target, prompts, reference = setting
     params = [
         SamplingParams(max_tokens=8 + 4 * i, temperature=0.8 * (i % 2), seed=i)
-        for i in range(len(prompts))
+        for i in range(len(setting.prompts))
     ]
-    drafter = drafters(target, toy.sequences(reference))[name]
-    static = engine_for(target, drafter, tree_depth=WINDOW).generate(prompts, params)
-    regrouped = engine_for(target, drafter, tree_depth=WINDOW, scheduler=scheduler)
-    assert token_ids(regrouped.generate(prompts, params)) == token_ids(static)
+    static, regrouped = (
+        setting.engine(name, tree_depth=WINDOW, scheduler=each).generate(setting.prompts, params)
+        for each in ("static", scheduler)
+    )
+    assert token_ids(regrouped) == token_ids(static)
     assert sum(done.acceptance.num_accepted_tokens for done in static) > 0
 
 
 def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
-    target, prompts, _ = setting
-    engine = engine_for(target, toy.WrongDrafter())
-    engine.generate(prompts[:4], PARAMS)
+    target, engine = setting.target, setting.engine("always wrong")
+    engine.generate(setting.prompts[:4], PARAMS)
     state = engine.executor.state.replace(finish=jnp.zeros((4,), jnp.int32))
 
     def score(tokens):
@@ -254,9 +267,8 @@ def test_scores_of_the_newest_token_do_not_depend_on_what_is_drafted(setting):
 
 
 def test_differences_from_the_window_1_loop_are_ties(setting):
-    target, prompts, reference = setting
-    engine = engine_for(target, drafters(target, toy.sequences(reference))["Oracle"])
-    ties.divergences(target, engine.generate(prompts, PARAMS), reference, PARAMS)
+    found = setting.engine("Oracle").generate(setting.prompts, PARAMS)
+    ties.divergences(setting.target, found, setting.reference, PARAMS)
 
 
 # Sabotage: each of these is a bug that published batch implementations had. The check must see it.
@@ -289,6 +301,16 @@ def sabotaged_window(state, draft, *, tree_depth, real=decoding.make_window):
     )
 
 
+@pytest.fixture(scope="module")
+def sound():
+    """A target, prompts with their plain continuations, and an engine that gives these."""
+    target, prompts = toy.model(), toy.prompts(LENGTHS[:4])
+    reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
+    engine = engine_for(target, jaxspec.Oracle(toy.sequences(reference), acceptance=0.5))
+    assert token_ids(engine.generate(prompts, PARAMS)) == token_ids(reference)
+    return engine, prompts, reference
+
+
 @pytest.mark.parametrize(
     ("module", "name", "sabotage"),
     [
@@ -297,13 +319,8 @@ def sabotaged_window(state, draft, *, tree_depth, real=decoding.make_window):
         (decoding, "make_window", sabotaged_window),
     ],
 )
-def test_sabotage_is_caught(monkeypatch, module, name, sabotage):
-    target = toy.model()
-    prompts = toy.prompts(LENGTHS[:4])
-    reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.5)
-    sound = engine_for(target, oracle).generate(prompts, PARAMS)
-    assert token_ids(sound) == token_ids(reference)
+def test_sabotage_is_caught(monkeypatch, sound, module, name, sabotage):
+    engine, prompts, reference = sound
     monkeypatch.setattr(module, name, sabotage)
-    broken = engine_for(target, oracle).generate(prompts, PARAMS)
+    broken = engine_for(engine.target, engine.drafter).generate(prompts, PARAMS)
     assert token_ids(broken) != token_ids(reference)

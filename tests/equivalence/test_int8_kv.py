@@ -65,6 +65,15 @@ def setting(request):
     return target, prompts, reference
 
 
+# Those of a test that takes long; what is left to the slow tests is interpreted, or much alike.
+FEW = [
+    pytest.param("XLA, fp32"),
+    pytest.param("native, bf16", marks=needs_native),
+    pytest.param("native, fp32", marks=[needs_native, pytest.mark.slow]),
+]
+few_settings = pytest.mark.parametrize("setting", FEW, indirect=True)
+
+
 def tree_of(reference):
     return toy.TreeOracle(tuple(map(tuple, toy.sequences(reference[:BATCH_SIZE]))), right_until=150)
 
@@ -118,12 +127,18 @@ def test_a_request_does_not_depend_on_neighbours_row_or_order(setting):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("draft_kv_dtype", [None, "int8"])
-@pytest.mark.parametrize("tree", [None, jaxspec.BeamTree(3, 3, 6)])
+@few_settings
+@pytest.mark.parametrize(
+    ("tree", "draft_kv_dtype"),
+    [
+        (None, None),
+        (jaxspec.BeamTree(3, 3, 6), "int8"),
+        pytest.param(None, "int8", marks=pytest.mark.slow),
+        pytest.param(jaxspec.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
+    ],
+)
 def test_target_and_draft_model_have_each_their_own(setting, tree, draft_kv_dtype):
     target, prompts, _ = setting
-    if target.kernels == "pallas":
-        pytest.skip("interpreted too slowly")
     full = dataclasses.replace(target, kv_dtype=None)
     drafter = DraftModel(full, tree=tree, kv_dtype=draft_kv_dtype)
     assert (target.kv_dtype, drafter.model.kv_dtype) == ("int8", draft_kv_dtype)
@@ -138,10 +153,9 @@ def test_target_and_draft_model_have_each_their_own(setting, tree, draft_kv_dtyp
 
 
 @pytest.mark.system
+@few_settings
 def test_flexdraft_and_heads_draft_for_such_a_target(setting):
     target, prompts, _ = setting
-    if target.kernels == "pallas":
-        pytest.skip("interpreted too slowly")
     for mode in ("parallel", "sequential"):
         flexdraft = flex.copied_flex(
             target, mode=mode, block_size=7, num_deep_layers=1, confidence=0.0
@@ -165,10 +179,9 @@ def test_flexdraft_and_heads_draft_for_such_a_target(setting):
 
 
 @pytest.mark.system
+@few_settings
 def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     target, prompts, reference = setting
-    if target.kernels == "pallas":
-        pytest.skip("interpreted too slowly")
     oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.6)
     engine = Engine(target, oracle, **SHAPE, layout="aligned", draft_length=3)
     alike = [prompt[:30] for prompt in prompts[:BATCH_SIZE]]
@@ -179,10 +192,11 @@ def test_the_aligned_layout_gives_plain_decodings_codes(setting):
 
 
 @pytest.mark.system
+@needs_native
+@pytest.mark.parametrize("setting", ["native, fp32", "native, bf16"], indirect=True)
 def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
+    """With the native kernels, which read again to the bit."""
     target, prompts, _ = setting
-    if target.kernels != "native":
-        pytest.skip("only the native kernels re-read to the bit")
     one_row = {**SHAPE, "batch_size": 1}
     engine = Engine(target, jaxspec.NGram(), **one_row, draft_length=3)
     first, second = engine.session(), engine.session()
@@ -200,6 +214,9 @@ def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
 
 
 @pytest.mark.system
+@pytest.mark.parametrize(
+    "setting", [*FEW, pytest.param("Pallas, fp32", marks=pytest.mark.slow)], indirect=True
+)
 def test_the_model_keeps_the_contracts_of_decoding(setting):
     check_model(setting[0]).assert_ok()
 
@@ -258,5 +275,5 @@ def test_an_unknown_dtype_and_a_model_with_a_cache_of_its_own_are_refused():
 
     with pytest.raises(SettingError, match="a model of mine, which makes its cache itself"):
         DraftModel(Own(), kv_dtype="int8")
-    with pytest.raises(SettingError, match="'ngram', which is not a draft model; leave it out"):
-        jaxspec.drafters.names.choose_drafter("ngram", kv_dtype="int8")
+    with pytest.raises(SettingError, match="kv_dtype was given for the drafter ngram"):
+        jaxspec.load.drafters.choose_drafter("ngram", {"kv_dtype": "int8"})

@@ -147,7 +147,7 @@ def test_sampled_tokens_and_kv_are_plain_decodings(drafted):
         np.testing.assert_array_equal(ours, theirs)
     if isinstance(engine.drafter, (jaxspec.Oracle, jaxspec.DraftModel, toy.TreeOracle)):
         assert num_accepted(speculative) > 0
-    rides_along = engine.executor.loop.drafter.score is not None
+    rides_along = engine.executor.parts.drafter.score is not None
     program = str(setting.target.dtype), engine.shape.tree_depth, rides_along
     assert token_ids(plain) == expected.setdefault(program, token_ids(plain))
     if setting.target.dtype == jnp.float32:

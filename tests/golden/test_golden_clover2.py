@@ -12,10 +12,10 @@ import toy
 from golden.make_clover2 import FIELDS, NUM_HEADS, NUM_TOKENS
 from safetensors.numpy import save_file
 
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.load.drafters import load_drafter
 
 FILE = Path(__file__).parent / "heads" / "clover2.npz"
 TOLERANCE = 1e-4

@@ -10,9 +10,9 @@ import pytest
 import toy
 from safetensors.numpy import save_file
 
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.load.drafters import load_drafter
 
 FILE = Path(__file__).parent / "heads" / "medusa.npz"
 TOLERANCE = 1e-4

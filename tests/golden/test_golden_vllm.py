@@ -13,8 +13,8 @@ from golden.make_vllm import FORMS, NUM_HEADS, VOCAB_SIZE, WIDTH
 from golden.test_golden_heads import TARGET, TOLERANCE, UNUSED
 from safetensors.numpy import save_file
 
-from jaxspec.drafters.files import load_drafter
 from jaxspec.drafters.heads import formulas
+from jaxspec.load.drafters import load_drafter
 
 FILE = Path(__file__).parent / "heads" / "vllm.npz"
 

@@ -11,7 +11,6 @@ from windows import ROUNDING, as_trees, path_of, random_parents
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import xla
-from jaxspec.kernels.pallas import pallas_attention
 from jaxspec.kernels.registry import default_kernels, get_kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import layers
@@ -103,7 +102,7 @@ def attention(queries, layer, table, window, *, backend, num_sinks, dtype=jnp.fl
     )
 
 
-BACKENDS = {"xla": block_attention, "pallas": pallas_attention}
+BACKENDS = {"xla": block_attention, "pallas": get_kernels("pallas").attention}
 CASES = [(1, None, 4), (8, None, 4), (8, None, 0), (8, None, 128), (8, 3, 4), (20, 7, 20)]
 
 

@@ -2,6 +2,7 @@
 programs copy no cache. They are compiled as users compile them."""
 
 import dataclasses
+import functools
 import os
 import subprocess
 import sys
@@ -47,13 +48,44 @@ def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
     assert len(ties.divergences(xla, completions, theirs, params)) < len(prompts)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_speculation_changes_no_bit(dtype):
-    model = load_model("demo-target", dtype=dtype)
-    assert model.kernels == "native"
-    drafter = jaxspec.DraftModel(load_model("demo-draft", dtype=dtype))
-    engine = Engine(model, drafter, draft_length=4, batch_size=3, max_length=256)
-    prompts = ["Once upon a time", "def main():", "The sum of", "A", "In the beginning"]
+@dataclasses.dataclass(eq=False)
+class Demo:
+    """The models of the package, and engines of three rows, each made once."""
+
+    dtype: jax.typing.DTypeLike
+    prompts = ("Once upon a time", "def main():", "The sum of")
+
+    def __post_init__(self):
+        names = ("demo-target", "demo-draft")
+        self.target, self.draft = (load_model(name, dtype=self.dtype) for name in names)
+
+    def make(self, drafter=None, **settings):
+        shape = {"batch_size": 3, "max_length": 256, "max_logprobs": 0}
+        return Engine(self.target, drafter, scheduler=jaxspec.Static(), **shape | settings)
+
+    @functools.cached_property
+    def plain(self):
+        return self.make()
+
+    @functools.cached_property
+    def drafting(self):
+        """By draft length."""
+
+        @functools.cache
+        def of(draft_length):
+            return self.make(jaxspec.DraftModel(self.draft), draft_length=draft_length)
+
+        return of
+
+
+@pytest.fixture(scope="module", params=DTYPES)
+def demo(request):
+    return Demo(request.param)
+
+
+def test_speculation_changes_no_bit(demo):
+    assert demo.target.kernels == "native"
+    engine, prompts = demo.drafting(4), [*demo.prompts, "A", "In the beginning"]
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     drafted = engine.generate(prompts, params)
     assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 50
@@ -101,22 +133,17 @@ def test_a_model_of_a_real_size_gives_the_same_tokens_at_every_batch_size_and_wi
         assert token_ids(batch_size, drafter, draft_length) == one_at_a_time
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(dtype):
-    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
-    prompts = ["Once upon a time", "def main():", "The sum of"]
+def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(demo):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
-    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static()}
-    tokens, bits = committed(Engine(target, **shape), prompts, params)
+    tokens, bits = committed(demo.plain, demo.prompts, params)
     for draft_length in (1, 6):
-        engine = Engine(target, jaxspec.DraftModel(draft), draft_length=draft_length, **shape)
-        drafted, drafted_bits = committed(engine, prompts, params)
+        drafted, drafted_bits = committed(demo.drafting(draft_length), demo.prompts, params)
         assert drafted == tokens
         for ours, theirs in zip(drafted_bits, bits, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     # Nor does it matter who else is decoded.
-    engine = Engine(target, jaxspec.DraftModel(draft), draft_length=4, batch_size=1, max_length=256)
-    assert [done.token_ids for done in engine.generate(prompts, params)] == tokens
+    engine = demo.make(jaxspec.DraftModel(demo.draft), draft_length=4, batch_size=1)
+    assert [done.token_ids for done in engine.generate(demo.prompts, params)] == tokens
 
 
 FAMILIES = {
@@ -230,21 +257,17 @@ def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
     assert len(done[0].token_ids) == 5
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(dtype):
+def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(demo):
     """Tokens, log-probabilities and KV, greedy and sampled, are those of one token at a time."""
-    target, draft = (load_model(name, dtype=dtype) for name in ("demo-target", "demo-draft"))
-    prompts = ["Once upon a time", "def main():", "The sum of"]
+    prompts = demo.prompts
     params = [
         SamplingParams(
             max_tokens=40, ignore_eos=True, logprobs=0, temperature=temperature, top_p=0.9, seed=3
         )
         for temperature in (0.0, 0.8, 1.0)
     ]
-    shape = {"batch_size": 3, "max_length": 256, "scheduler": jaxspec.Static(), "max_logprobs": 0}
-    plain = outcome(Engine(target, **shape), prompts, params)
-    bitwise = Engine(target, jaxspec.DraftModel(draft), draft_length=4, **shape)
-    ties = Engine(target, jaxspec.DraftModel(draft), draft_length=4, exactness="ties", **shape)
+    plain, bitwise = outcome(demo.plain, prompts, params), demo.drafting(4)
+    ties = demo.make(jaxspec.DraftModel(demo.draft), draft_length=4, exactness="ties")
     assert (bitwise.verify_lengths, ties.verify_lengths) == ((1, 5), (1, 3, 5))
     assert bitwise.exactness == ties.exactness == "bitwise"
     for engine, options in (
@@ -269,20 +292,16 @@ def outcome(engine, prompts, params, **options):
     return [(x.token_ids, x.logprobs, kv) for x, kv in zip(done, kvs, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_trees_give_the_bits_of_one_token_at_a_time(dtype):
-    target = load_model("demo-target", dtype=dtype)
-    prompts = ["Once upon a time", "def main():", "The sum of"]
+def test_trees_give_the_bits_of_one_token_at_a_time(demo):
+    prompts = demo.prompts
     params = [
         SamplingParams(max_tokens=40, ignore_eos=True, logprobs=0, temperature=temperature, seed=3)
         for temperature in (0.0, 0.8, 1.0)
     ]
-    shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static(), "max_logprobs": 0}
-    engine = Engine(target, **shape)
-    truth = tuple(map(tuple, toy.sequences(engine.generate(prompts, params))))
-    plain = outcome(engine, prompts, params)
+    truth = tuple(map(tuple, toy.sequences(demo.plain.generate(prompts, params))))
+    plain = outcome(demo.plain, prompts, params)
     # The rows' roots are at many places of a block of slots; in some rounds a node is wrong.
-    tree = Engine(target, toy.TreeOracle(truth, right_until=30), draft_length=6, **shape)
+    tree = demo.make(toy.TreeOracle(truth, right_until=30), draft_length=6)
     assert (tree.verify_lengths, tree.exactness) == ((1, 7), "bitwise")
     for options in ({}, {"speculate": False}):
         for ours, theirs in zip(outcome(tree, prompts, params, **options), plain, strict=True):

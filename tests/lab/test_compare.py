@@ -55,7 +55,7 @@ def comparison(target, drafters):
 
 
 @dataclasses.dataclass(frozen=True)
-class Learner(jaxspec.DrafterBase):
+class Learner(jaxspec.Drafter):
     """Drafts what followed the newest token when any request had it last: one table for all."""
 
     name = "learner"
@@ -90,8 +90,9 @@ def test_every_run_of_a_drafter_that_learns_begins_without_what_it_learned(targe
 
 
 def test_drafters_may_be_named(target):
-    found = run(target, ["none", "ngram:1-2"], repeats=1)
-    assert [one.label for one in found.candidates] == ["none", "ngram:1-2"]
+    ngram = '{"kind": "ngram", "prompt_lookup_max": 2}'
+    found = run(target, ["none", ngram], repeats=1)
+    assert [one.label for one in found.candidates] == ["none", ngram]
     assert found.candidates[1].engine["drafter"] == "ngram:1-2"
 
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec.drafters.flexdraft.config import flex_config
 from jaxspec.errors import SettingError
 from jaxspec.lab.cost import model as cost
 from jaxspec.models.decoder import num_params
@@ -222,54 +221,3 @@ def test_a_device_that_lacks_a_constant_is_refused():
     del fields["step_s"]
     with pytest.raises(SettingError, match="step_s"):
         cost.Device.from_json(fields)
-
-
-FLEX = cost.FlexPair(config=flex_config(TARGET), device=DEVICE)
-
-
-@pytest.mark.parametrize(("draft_length", "num_groups"), [(15, 16), (3, 4)])
-def test_layer_rows_of_flexdraft(draft_length, num_groups):
-    """L 36, D 10, K 16: the mask rows of each group run the last ten layers only."""
-    where = {"batch": 1, "draft_length": draft_length, "context": 64}
-    window = draft_length + 1
-    parallel = sum(work.layer_rows for work in FLEX.passes("parallel", **where))
-    sequential = sum(work.layer_rows for work in FLEX.passes("sequential", **where))
-    assert parallel == window * 36 + num_groups * 16 * 10
-    assert sequential == window * 36 + 16 * 10
-
-
-def test_flexdraft_reads_weights_once_or_twice():
-    where = {"batch": 1, "draft_length": 15, "context": 64}
-    layer = 4096 * (2 * 32 + 2 * 8) * 128
-    deep = 10 * (layer + 3 * 4096 * 12288)
-    all_layers = 36 * (layer + 3 * 4096 * 12288)
-
-    def read(mode):
-        return sum(work.kernels()[0][0] for work in FLEX.passes(mode, **where)) / 2
-
-    assert read("parallel") == all_layers + 10 * layer  # the draft projectors besides
-    assert read("sequential") == all_layers + deep
-
-
-def test_a_pass_without_mask_rows_is_the_targets():
-    for batch, window, context in ((1, 1, 64), (8, 4, 1000)):
-        where = {"batch": batch, "window": window, "context": context, "block": 128}
-        own = cost.Pass(config=TARGET, **where)
-        flex = cost.FlexPass(config=FLEX.config, **where)
-        assert flex.kernels() == own.kernels()
-        assert flex.num_steps == own.num_steps
-
-
-def test_the_sequential_mode_is_for_larger_batches():
-    """On an A100 the paper changes over between batches of 2 and 4 (a prediction, at datasheet
-    constants; with fewer groups of mask rows later)."""
-    a100 = dataclasses.replace(FLEX, device=cost.DEVICES["a100"])
-    crossings = [a100.crossing_batch(draft_length=n, context=512) for n in (15, 7, 3)]
-    assert None not in crossings
-    assert crossings == sorted(crossings)
-    assert 1 < crossings[0] <= 4
-    for batch in (1, crossings[0] + 1):
-        where = {"batch": batch, "draft_length": 15, "context": 512}
-        is_parallel = a100.round_s("parallel", **where) < a100.round_s("sequential", **where)
-        assert is_parallel == (batch < crossings[0])
-        assert a100.plain_s(batch=batch, context=512) < a100.round_s("parallel", **where)

@@ -9,12 +9,12 @@ import hf_checkpoints
 import pytest
 import toy
 
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions, agreement
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
+from jaxspec.load.models import load_model
 from jaxspec.models.config import RopeConfig
 from jaxspec.requests.sampling_params import SamplingParams
 

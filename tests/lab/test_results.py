@@ -4,23 +4,23 @@ import itertools
 import json
 import re
 
+import page_tables
 import pytest
-import tables
 
 import jaxspec
 from jaxspec.requests.prompts import encode_prompts, sample_prompts
 
-RESULTS = sorted(tables.RESULTS.rglob("*.json"))
-TEXT = "\n".join(page.read_text(encoding="utf-8") for page in tables.PAGES)
+RESULTS = sorted(page_tables.RESULTS.rglob("*.json"))
+TEXT = "\n".join(page.read_text(encoding="utf-8") for page in page_tables.PAGES)
 
 
 def document(name):
-    return json.loads((tables.RESULTS / name).read_text(encoding="utf-8"))
+    return json.loads((page_tables.RESULTS / name).read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_a_result_is_cited_and_says_what_it_was_measured_on(path):
-    assert path.relative_to(tables.RESULTS).as_posix() in TEXT
+    assert path.relative_to(page_tables.RESULTS).as_posix() in TEXT
     found = document(path)
     for part in found.get("measurements", {"": found}).values():
         assert part["commit"]
@@ -90,20 +90,20 @@ def test_rounds_of_a_draft_model(target, draft, length):
     counted = total(engine, prompts, params)
     for name in ("decode-cpu", "decode-avx2-cpu", "decode-avx512-cpu", "decode-avx512-amd-cpu"):
         runs = document(f"{name}.json")["runs"]
-        wanted = tables.one(runs, draft_length=length, batch_size=1)
+        wanted = page_tables.one(runs, draft_length=length, batch_size=1)
         assert counted.num_rounds == wanted["loop_rounds"]
         assert counted.emitted_per_round == wanted["emitted_per_round"]
 
 
 def test_rounds_of_an_n_gram(target):
     found = document("heads-cpu.json")
-    wanted = tables.emitted(found, "n-gram", 4)
+    wanted = page_tables.emitted(found, "n-gram", 4)
     assert of_samples(target, jaxspec.NGram(), 4, found["config"]["max_tokens"]) == wanted
 
 
 def test_bytes_of_an_engine(target, draft):
     found = document("memory-cpu.json")
-    wanted = tables.one(found["results"], name="without a budget")
+    wanted = page_tables.one(found["results"], name="without a budget")
     engine = jaxspec.Engine(
         target, jaxspec.DraftModel(draft), batch_size=1, draft_length=3,
         max_length=found["config"]["max_length"],
@@ -114,7 +114,7 @@ def test_bytes_of_an_engine(target, draft):
 
 def test_tokens_that_a_session_prefills(target):
     found = document("sessions-cpu.json")
-    wanted = tables.one(found["results"], history=200, name="session in its row")
+    wanted = page_tables.one(found["results"], history=200, name="session in its row")
     config = found["config"]
     answer = config["answer_tokens"]
     prompt = list(range(2, 2 + wanted["history"] - answer))
@@ -131,7 +131,7 @@ def test_tokens_that_a_session_prefills(target):
 @pytest.mark.slow
 def test_rounds_of_a_tree(target, draft):
     found = document("trees-cpu.json")
-    wanted = tables.one(found["acceptance"], tree="beam", num_nodes=16, temperature=0.0)
+    wanted = page_tables.one(found["acceptance"], tree="beam", num_nodes=16, temperature=0.0)
     drafter = jaxspec.DraftModel(draft, tree=jaxspec.BeamTree(width=4, depth=8, nodes=16))
     counted = of_samples(target, drafter, 16, found["config"]["max_tokens"])
     assert counted == wanted["emitted_per_round"]
@@ -140,7 +140,7 @@ def test_rounds_of_a_tree(target, draft):
 @pytest.mark.slow
 def test_rounds_of_flexdraft(target):
     found = document("flexdraft-cpu.json")
-    wanted = tables.one(found["acceptance"], drafter="FlexDraft")["emitted_per_round"]
+    wanted = page_tables.one(found["acceptance"], drafter="FlexDraft")["emitted_per_round"]
     drafter = jaxspec.load_drafter("demo-flexdraft", target)
     assert of_samples(target, drafter, 7, found["config"]["max_tokens"]) == wanted
 
@@ -149,7 +149,7 @@ def test_rounds_of_flexdraft(target):
 def test_rounds_under_a_verifier(target, draft):
     found = document("verifiers-cpu.json")
     config = found["config"]
-    wanted = tables.one(found["results"], verifier="coupled", domain="fairy_tales")
+    wanted = page_tables.one(found["results"], verifier="coupled", domain="fairy_tales")
     engine = jaxspec.Engine(
         target, jaxspec.DraftModel(draft), draft_length=4, batch_size=8, max_length=512
     )

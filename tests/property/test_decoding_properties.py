@@ -18,7 +18,7 @@ from live import live_kv, poison
 from jaxspec.cache import pages as kv
 from jaxspec.decode import recorders
 from jaxspec.decode import round as decoding
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Static
@@ -30,7 +30,7 @@ BATCH_SIZE, MAX_LENGTH, WINDOW, SIZE = 3, 128, 6, 17
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Scripted(DrafterBase):
+class Scripted(Drafter):
     """Proposes true tokens where the script says so, others elsewhere.
 
     Its parameters are arrays `[B, S]`, so another script compiles nothing: `truth` tokens by

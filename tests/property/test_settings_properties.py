@@ -11,6 +11,7 @@ import fractions
 import functools
 import inspect
 import time
+import typing
 
 import heads
 import jax.numpy as jnp
@@ -45,6 +46,7 @@ from jaxspec.audit.outputs import Output, OutputsFile
 from jaxspec.audit.probe import probe
 from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.self_audit import audit_engine
+from jaxspec.engine.config import EngineSettings, ServingSettings
 from jaxspec.engine.executor import make_executor
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.values import shown
@@ -188,6 +190,18 @@ def prefilled():
     return serving().prefill(PROMPT, GREEDY)
 
 
+def with_keywords(settings, *others):
+    """A function with the parameters of what takes `settings` as keywords."""
+
+    def function(*_):
+        raise NotImplementedError
+
+    names = ("target", "drafter", *others, *typing.get_type_hints(settings))
+    parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
+    function.__signature__ = inspect.Signature(parameters)
+    return function
+
+
 def every_door():
     """By name: a function, where its parameters are declared, those that are left out, and right
     values for those that it needs. Texts for some are looked up on the hub, and not given."""
@@ -208,9 +222,14 @@ def every_door():
     config = heads.random_heads("medusa", heads.target())
     return {
         "SamplingParams": (SamplingParams, None, "", {}),
-        "Engine": (Engine, None, "", wanted),
-        "make_executor": (make_executor, None, "", wanted),
-        "ServingEngine": (ServingEngine, None, "", wanted),
+        "Engine": (Engine, with_keywords(EngineSettings), "", wanted),
+        "make_executor": (make_executor, with_keywords(EngineSettings), "", wanted),
+        "ServingEngine": (
+            ServingEngine,
+            with_keywords(ServingSettings, "draft_length"),
+            "",
+            wanted,
+        ),
         "generate": (
             on_engine("generate"),
             Engine.generate,
@@ -229,7 +248,6 @@ def every_door():
         ),
         "cancel": (on_engine("cancel"), Engine.cancel, "", {}),
         "update_params": (on_engine("update_params"), Engine.update_params, "", {}),
-        "from_plan": (Engine.from_plan, None, "options drafter target", {"target": target()}),
         "Session.generate": (on_session("generate"), Session.generate, "prompt", single),
         "Session.stream": (on_session("stream"), Session.stream, "prompt", single),
         "prefill": (serving().prefill, None, "prompt", single),
@@ -270,7 +288,7 @@ def every_door():
 
 NAMES = (
     "SamplingParams Engine make_executor ServingEngine generate submit stream astream session "
-    "cache_prefix cancel update_params from_plan Session.generate Session.stream prefill insert "
+    "cache_prefix cancel update_params Session.generate Session.stream prefill insert "
     "serving.generate free load_model DraftModel Heads NGram Oracle BeamTree BudgetTree StaticTree "
     "best_static_tree Continuous Pool Typical Coupled Search compare plan_memory audit_engine "
     "audit_outputs probe"

@@ -21,7 +21,7 @@ import jaxspec.serving.engine as module
 from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import Drafter
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
@@ -41,7 +41,7 @@ PARAMS = [
 
 
 @dataclasses.dataclass(frozen=True)
-class Remembering(DrafterBase):
+class Remembering(Drafter):
     """A user's drafter with rows of its own and something that all rows share.
 
     Proposes the token that followed the newest one the last time any row emitted it, from a table

@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec.cache import pages as kv
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.state import Admission
 from jaxspec.drafters.base import NoDrafter
 from jaxspec.schedulers import Static
@@ -55,7 +55,7 @@ class Driver:
             prefill_chunk=CHUNK,
             vocab_size=self.target.vocab_size,
         )
-        loop = DecodeLoop(
+        parts = RoundParts(
             target=self.target,
             drafter=NoDrafter() if drafter is None else drafter,
             verifier=Coupled(),
@@ -63,7 +63,7 @@ class Driver:
             shape=shape,
             num_stop_tokens=NUM_STOP,
         )
-        self.loop = sharding.ShardedLoop(loop=loop, mesh=mesh)
+        self.loop = sharding.ShardedLoop(parts=parts, mesh=mesh)
         jit = functools.partial(jax.jit, donate_argnums=1, out_shardings=self.loop.state_shardings)
         self.admit, self.prefill = jit(self.loop.admit), jit(self.loop.prefill)
         self.run = jit(self.loop.run)

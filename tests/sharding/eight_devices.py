@@ -17,8 +17,8 @@ from driver import Driver
 import jaxspec
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
+from jaxspec.decode import loop as decode_loop
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.loop import DecodeLoop
 from jaxspec.models import decoder
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous
@@ -349,12 +349,12 @@ def test_a_chunk_of_another_shards_row_is_seen(monkeypatch):
 
 def test_a_program_that_talks_is_seen(monkeypatch):
     """All shards run until the last of them has ended."""
-    real = DecodeLoop.run
+    real = decode_loop.run
 
-    def wrong(self, params, state, num_rounds, min_running):
-        return real(self, params, state, jax.lax.pmax(num_rounds, "data"), min_running)
+    def wrong(parts, params, state, num_rounds, min_running):
+        return real(parts, params, state, jax.lax.pmax(num_rounds, "data"), min_running)
 
     model = driver.target(num_layers=1)
     assert not collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))
-    monkeypatch.setattr(DecodeLoop, "run", wrong)
+    monkeypatch.setattr(decode_loop, "run", wrong)
     assert collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))

@@ -17,8 +17,8 @@ import jaxspec
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.executor import SESSION_PROGRAMS
 from jaxspec.engine.round_times import RoundKind, RoundTimes
+from jaxspec.engine.row_store import ROW_PROGRAMS
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
@@ -135,7 +135,7 @@ def test_sessions_on_a_mesh(four, prompts):
         done = session.generate([*prompts[2], *first.token_ids, 3], few)
         assert done.num_reused_tokens == 64
     counts = four.executor.compile_counts()
-    assert {counts[name] for name in SESSION_PROGRAMS} == {1}
+    assert {counts[name] for name in ROW_PROGRAMS} == {1}
 
 
 def assert_equal_or_ties(target, completions, witness, params=PARAMS):

@@ -8,7 +8,6 @@ import subprocess
 import sys
 
 import hf_checkpoints
-import pytest
 
 from jaxspec import Engine, SamplingParams, load_model
 
@@ -21,9 +20,8 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def outcomes(tmp_path_factory) -> list[dict]:
-    directory = tmp_path_factory.mktemp("processes")
+def outcomes(directory: pathlib.Path) -> list[dict]:
+    """What each of two processes printed, and what one of one device decodes."""
     hf_checkpoints.write_golden(directory / "hf", "qwen3")
     environment = os.environ | {
         "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
@@ -58,17 +56,13 @@ def outcomes(tmp_path_factory) -> list[dict]:
     return [each | {"expected": list(expected.token_ids)} for each in found]
 
 
-def test_every_process_has_a_model_and_an_engine_of_its_own(outcomes):
-    for found in outcomes:
+def test_every_process_has_a_model_and_an_engine_of_its_own_and_no_devices_of_others(tmp_path):
+    for found in outcomes(tmp_path):
         assert found["num_devices"] == [4, 2]
         assert found["is_local"]
         assert found["is_drafter_local"]
         assert found["tokens"] == found["expected"]
         assert found["on_mesh"] == [found["expected"]] * 2
-
-
-def test_devices_of_other_processes_are_refused(outcomes):
-    for found in outcomes:
         for name in ("engine_on_all", "model_on_all", "model_on_other"):
             assert "of other processes; give each process" in found[name], name
             assert "damaged" not in found[name]

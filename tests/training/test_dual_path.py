@@ -24,14 +24,15 @@ from jaxspec.training.dual_path import (
     slot_weights,
 )
 from jaxspec.training.flexdraft import (
+    FlexBatch,
+    FlexLoss,
     flexdraft_loss,
     init_flexdraft,
     make_flex_optimizer,
-    train_step,
 )
-from jaxspec.training.runs import TrainState
 from jaxspec.training.text_rows import pack_texts
 from jaxspec.training.texts import Text
+from jaxspec.training.trainer import TrainState, train_step
 
 BLOCK = flex.BLOCK
 
@@ -275,23 +276,22 @@ def test_steps_lower_the_loss_at_both_rates():
     config, target_params = flex.config_of(model), unpacked(model.params)
     before = init_flexdraft(config, target_params, jax.random.key(0))
     params = jax.tree.map(jnp.copy, before)
-    settings = {"warmup_fraction": 0.0, "weight_decay": 0.0, "clip_norm": 1.0, "num_steps": 30}
-    optimizer = make_flex_optimizer(learning_rate=1e-3, new_learning_rate=1e-2, **settings)
+    optimizer = make_flex_optimizer(10.0)
     state = TrainState(params=params, optimizer=optimizer.init(params))
     text = Text("tales", "book", [3, 4], [5, 6, 7, 8] * 5)
-    batch = packed(text, anchors=[2, 4, 7, 9, 12])
+    batch = FlexBatch(packed(text, anchors=[2, 4, 7, 9, 12]), jnp.float32(1.0))
     losses, moved = [], {}
     for step in range(30):
         state, metrics = train_step(
             state,
             target_params,
             batch,
-            jnp.float32(1.0),
-            config=config,
+            np.float32(1e-3),
+            loss=FlexLoss(config),
             optimizer=optimizer,
         )
         losses.append(float(metrics["loss"]))
-        if step == 1:  # Adam's first steps are as large as the rate; that of step 0 is warm-up
+        if step == 0:  # Adam's first step is as large as the rate
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), state.params, before)
             moved = {name: max(jax.tree.leaves(each)) for name, each in apart.items()}
     assert losses[-1] < losses[0] - 1

@@ -10,9 +10,9 @@ import pytest
 import tiny
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
+from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import data
 from jaxspec.training.texts import Texts, TextsConfig, make_prompts, read_texts, write_texts

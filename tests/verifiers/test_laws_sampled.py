@@ -85,8 +85,7 @@ def decode(verifier, kind, *, parents=None, rows=ROWS, num_rounds=ROUNDS):
     drafter = toy.SampledTree(tuple(range(-1, N - 1)) if parents is None else parents, q[0])
 
     @jax.jit
-    def one_round(tokens, emitted):
-        state = enumeration.make_rows(jnp.zeros((rows,), jnp.int32), keys=keys)
+    def one_round(state, tokens, emitted):
         state = state.replace(num_committed=enumeration.PROMPT_LENGTH + emitted)
         last = jnp.take_along_axis(tokens, jnp.maximum(emitted - 1, 0)[:, None], axis=1)[:, 0]
         if parents is None:
@@ -105,11 +104,12 @@ def decode(verifier, kind, *, parents=None, rows=ROWS, num_rounds=ROUNDS):
         )(tokens, emitted, along)
         return tokens, emitted + verdict.num_accepted + 1, verdict.num_accepted
 
+    state = enumeration.make_rows(jnp.zeros((rows,), jnp.int32), keys=keys)
     tokens = jnp.zeros((rows, DEPTH + N + 1), jnp.int32)
     emitted = jnp.zeros((rows,), jnp.int32)
     accepted = []
     for _ in range(num_rounds):
-        tokens, emitted, now = one_round(tokens, emitted)
+        tokens, emitted, now = one_round(state, tokens, emitted)
         accepted.append(np.asarray(now))
     return np.asarray(tokens)[:, :num_rounds], accepted[0]
 

@@ -168,7 +168,7 @@ def _opened(window: Window, at: Place) -> OpenWindow:
 # if it does not have them), and a function that prepares the value for edits.
 PLACES: dict[str, tuple[Any, str, tuple[str | None, ...], Edit]] = {
     "admit_row": (decode_loop, "admit_row", ("state", "row", "admission"), _with_history),
-    "prefill": (decode_loop.DecodeLoop, "prefill", (None, None, "state", "row", "start"), _as_is),
+    "prefill": (decode_loop, "prefill", (None, None, "state", "row", "start"), _as_is),
     "rows": (decode_round, "batch_view", ("state",), _as_is),
     "window": (decode_round, "make_window", ("state", "draft"), _opened),
     "verdict": (coupled, "follow", ("chosen", "draft"), _as_is),

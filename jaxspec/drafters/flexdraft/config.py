@@ -10,6 +10,7 @@ from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 
 # The parameters of a layer that mask rows have versions of; all others are the target's.
+LARGEST = 2**20  # block size, and rank
 DRAFT_PROJECTORS = ("qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")
 
 
@@ -38,15 +39,15 @@ class FlexConfig:
     def __post_init__(self):
         for name, least, most in (
             ("num_deep_layers", 1, self.target.num_layers),
-            ("block_size", 2, None),
-            ("rank", 1, None),
+            ("block_size", 2, LARGEST),
+            ("rank", 1, LARGEST),
         ):
             value = getattr(self, name)
-            if type(value) is not int or value < least or (most is not None and value > most):
-                to = f" to {most}, the target's layers" if most is not None else " or more"
+            if type(value) is not int or not least <= value <= most:
+                layers = ", the target's layers" if name == "num_deep_layers" else ""
                 raise ModelError(
                     f"The FlexDraft weights' {name} is {value!r}; it must be a whole number, "
-                    f"{least}{to}, so check their configuration."
+                    f"{least} to {most}{layers}, so check their configuration."
                 )
 
     @property

@@ -27,16 +27,14 @@ from jax.sharding import PartitionSpec as P
 
 from jaxspec import sums
 from jaxspec.cache.pages import KVCache
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.flexdraft import formulas
 from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, unpacked
-from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.environment import loops_run_on_host
+from jaxspec.models.base import LanguageModel, Model, kernels_of
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, is_one_of, number, shown, text, whole_number
 from jaxspec.sampling import draw_block, without_nan
@@ -66,7 +64,7 @@ class FlexState(struct.PyTreeNode, kw_only=True):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
-class FlexDraft(DrafterBase):
+class FlexDraft(TrainedDrafter):
     """Drafts with the target's last layers and each row's own sampling parameters: greedily for a
     greedy row, and under `coupled`, for a sampled row, with the noise that the target will use.
 
@@ -103,6 +101,9 @@ class FlexDraft(DrafterBase):
     label: str
     target: LanguageModel | None
 
+    kind: ClassVar[str] = "flexdraft"
+    config_type: ClassVar[type] = FlexConfig
+    param_shapes = staticmethod(param_shapes)
     uses_target: ClassVar[bool] = True
     uses_target_cache: ClassVar[bool] = True
     score_keeps_bits: ClassVar[bool] = True
@@ -126,14 +127,7 @@ class FlexDraft(DrafterBase):
         check_kind("config", config, FlexConfig, "a FlexConfig")
         name = text("name", name)
         check_params(config, params, name)
-        for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
-            if not is_one_of(given, get_args(choices)):
-                raise SettingError(
-                    f"The {what} {shown(given)} was given for FlexDraft; it must be one of "
-                    f"{', '.join(get_args(choices))}."
-                )
-        expected = "a probability, from 0 (every draft is verified) to 1"
-        confidence = number("confidence", confidence, least=0, most=1, expected=expected)
+        self.check_settings(mode=mode, rule=rule, confidence=confidence)
         if block_size is None:
             block_size = config.block_size
         block_size = whole_number("block_size", block_size)
@@ -146,12 +140,39 @@ class FlexDraft(DrafterBase):
             config=config,
             params=params,
             mode=mode,
-            confidence=confidence,
+            confidence=float(confidence),
             rule=rule,
             block_size=block_size,
             label=name,
             target=None,
         )
+
+    @staticmethod
+    def check_settings(
+        *,
+        mode: Any = "auto",
+        rule: Any = "product",
+        confidence: Any = DEFAULT_CONFIDENCE,
+        block_size: Any = None,
+    ) -> None:
+        """Raises `SettingError` for a setting that is wrong for any weights."""
+        for what, given, choices in (("mode", mode, Mode), ("rule", rule, Rule)):
+            if not is_one_of(given, get_args(choices)):
+                raise SettingError(
+                    f"The {what} {shown(given)} was given for FlexDraft; it must be one of "
+                    f"{', '.join(get_args(choices))}."
+                )
+        expected = "a probability, from 0 (every draft is verified) to 1"
+        number("confidence", confidence, least=0, most=1, expected=expected)
+        if block_size is not None:
+            whole_number("block_size", block_size)
+
+    @staticmethod
+    def fit(config: FlexConfig, target: Model, name: str) -> jnp.dtype:
+        """The target's dtype; raises `ModelError` unless the weights were made for its
+        architecture."""
+        check_target(config, target, name)
+        return target.params["embedding"].dtype
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -229,7 +250,7 @@ class FlexDraft(DrafterBase):
 
     @property
     def _kernels(self) -> Kernels:
-        return get_kernels(self._target.kernels)
+        return kernels_of(self._target)
 
     def num_scratch_slots(self, shape: EngineShape) -> int:
         """Room for the mask rows of every group after the window, and of one group after the newest
@@ -273,7 +294,7 @@ class FlexDraft(DrafterBase):
         # A loop of one trip or none, because a conditional would copy the cache. A host that runs
         # loops waits for the device before it, and in sequential mode hardly ever skips it.
         carry = state.hidden, target_cache
-        if loops_run_on_host() and self.mode == "sequential":
+        if shape.loops_run_on_host and self.mode == "sequential":
             hidden, cache = run(0, carry)
         else:
             trips = jnp.any(is_stale).astype(jnp.int32)
@@ -367,7 +388,7 @@ class FlexDraft(DrafterBase):
         cache: KVCache,
     ) -> tuple[jax.Array, None, KVCache, FlexState]:
         """The target's pass with a group of mask rows for every number of drafts that may be
-        accepted; see `DrafterBase.score`."""
+        accepted; see `Drafter.score`."""
         config, kernels, target = self.config.target, self._kernels, params["target"]
         num_groups = self._num_groups(shape.verify_length)
         masks = formulas.group_window(window, num_groups=num_groups, block_size=self.block_size)

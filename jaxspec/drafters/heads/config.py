@@ -7,7 +7,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from jaxspec.errors import ModelError
 from jaxspec.models import decoder
-from jaxspec.models.config import ModelConfig
+from jaxspec.models.config import MAX_LAYERS, ModelConfig
 
 Kind: TypeAlias = Literal["medusa", "hydra", "clover", "clover2"]
 Connection: TypeAlias = Literal["attention", "mlp", "none"]
@@ -85,6 +85,9 @@ class HeadsConfig:
             value = getattr(self, name)
             if type(value) is not int or value < 1:
                 raise self._refused(name, "a whole number of at least 1")
+        for name in ("num_heads", "num_layers"):
+            if getattr(self, name) > MAX_LAYERS:
+                raise self._refused(name, f"at most {MAX_LAYERS}")
         for name, kinds in _FIELDS_OF_KINDS.items():
             default = getattr(HeadsConfig, name)
             if self.kind not in kinds and getattr(self, name) != default:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -26,19 +26,19 @@ from flax import struct
 from jax import lax
 
 from jaxspec.cache import pages as kv
-from jaxspec.drafters.base import DrafterBase
+from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.growth import Grower, Growth, Level, Tree, count_levels
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.block import run_block
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.drafters.tree_names import named_tree
 from jaxspec.drafters.trees import BudgetTree, StaticTree
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, PackedWeight, unpacked
 from jaxspec.models import decoder
 from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
-from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, text
 from jaxspec.sampling import draw_draft, without_nan
@@ -116,7 +116,7 @@ class Expanded(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
-class Heads(DrafterBase):
+class Heads(TrainedDrafter):
     """Drafts with Medusa's, Hydra's, Clover's or Clover-2's heads, each row by its own sampling
     parameters: greedily where the row is greedy.
 
@@ -147,6 +147,9 @@ class Heads(DrafterBase):
     label: str
     target: Model | None
 
+    kind: ClassVar[str] = "heads"
+    config_type: ClassVar[type] = HeadsConfig
+    param_shapes = staticmethod(param_shapes)
     taps: ClassVar[tuple[int, ...]] = (LAST,)
     uses_target: ClassVar[bool] = True
     # What a row's scores are multiplied by before they become probabilities; see `Grower`. Draft
@@ -161,24 +164,44 @@ class Heads(DrafterBase):
         config: HeadsConfig,
         params: PyTree,
         *,
-        tree: Tree | Literal["chain"] | None = None,
+        tree: Tree | str | int | None = None,
         name: str = "",
     ):
-        """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains."""
+        """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains, and
+        others may be named, see `named_tree`."""
         check_kind("config", config, HeadsConfig, "a HeadsConfig")
         name = text("name", name)
         check_params(config, params, name)
         if tree is None:
             tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
-        grown = None if isinstance(tree, str) and tree == "chain" else tree
+        if isinstance(tree, str | int):
+            tree = None if tree == "chain" else named_tree(tree, most_levels=config.num_heads)
+        grown = tree
         if grown is not None:
-            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or 'chain'")
+            check_kind("tree", grown, Tree, "a BeamTree, BudgetTree or StaticTree, or a name")
         if grown is not None and grown.max_depth > config.num_heads:
             raise SettingError(
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
                 f"{config.num_heads} heads, one for each level; make it shallower."
             )
         self._set(config=config, params=params, tree=grown, label=name, target=None)
+
+    @staticmethod
+    def check_settings(*, tree: Any = None) -> None:
+        """Raises `SettingError` if there is no tree of this name."""
+        if isinstance(tree, str | int) and tree != "chain":
+            named_tree(tree, most_levels=1)
+
+    @staticmethod
+    def param_dtype(path: tuple[str | int, ...], dtype: Any) -> jnp.dtype:
+        """Of a parameter of heads of `dtype`: a token map has integers."""
+        return jnp.dtype(jnp.int32 if path == ("token_map",) else dtype)
+
+    @staticmethod
+    def fit(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
+        """The target's dtype; raises `ModelError` if its head cannot be used by itself, or it has
+        another width or vocabulary."""
+        return check_sizes(config, target, name)
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -458,7 +481,7 @@ class Heads(DrafterBase):
     ) -> Draft:
         num_rows, num_nodes = newest.shape[0], min(shape.num_nodes, self.config.num_heads)
         wanted = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
-        score = self._scorer(params, anchor, num_nodes, wanted)
+        score = self._scorer(shape, params, anchor, num_nodes, wanted)
         q = None
         if shape.needs_draft_probs:
             q = jnp.zeros((num_rows, shape.num_nodes, shape.vocab_size), jnp.float32)
@@ -484,7 +507,7 @@ class Heads(DrafterBase):
 
         carry = anchor, tokens, q
         for node in range(num_nodes):
-            carry = if_any(node < wanted, functools.partial(draw, node), carry)
+            carry = if_any(shape, node < wanted, functools.partial(draw, node), carry)
         return Draft(
             tokens=carry[1],
             parents=chain_parents(num_rows, shape.num_nodes),
@@ -503,7 +526,7 @@ class Heads(DrafterBase):
         can_draft: jax.Array,
     ) -> Draft:
         wanted, num_levels = count_levels(tree, shape, rows, can_draft)
-        score = self._scorer(params, anchor, tree.max_depth, num_levels)
+        score = self._scorer(shape, params, anchor, tree.max_depth, num_levels)
         grower = Grower(
             tree=tree,
             shape=shape,
@@ -531,11 +554,16 @@ class Heads(DrafterBase):
         carry = grower.start(), Expanded.newest(anchor, newest, tree)
         for level in range(tree.max_depth):
             is_wanted = grower.is_wanted(carry[0], level)
-            carry = if_any(is_wanted, functools.partial(grow, level), carry)
+            carry = if_any(shape, is_wanted, functools.partial(grow, level), carry)
         return grower.draft(carry[0], wanted)[0]
 
     def _scorer(
-        self, params: PyTree, anchor: jax.Array, num_heads: int, wanted: jax.Array
+        self,
+        shape: EngineShape,
+        params: PyTree,
+        anchor: jax.Array,
+        num_heads: int,
+        wanted: jax.Array,
     ) -> Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
         """A function of a head's index, hidden states `[..., E]` and the tokens so far
         `[..., index + 1]` that returns the hidden states for the next head and logits `[..., V]`.
@@ -567,7 +595,7 @@ class Heads(DrafterBase):
             return jnp.stack(made, axis=1)
 
         nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
-        every = if_any(wanted > 0, run_all, nothing)
+        every = if_any(shape, wanted > 0, run_all, nothing)
 
         def look_up(index: int, hidden: jax.Array, tokens: jax.Array):
             return hidden, every[:, index] if hidden.ndim == 2 else every[:, index, None]
@@ -672,9 +700,11 @@ def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
         )
 
 
-def if_any(is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry) -> Carry:
+def if_any(
+    shape: EngineShape, is_wanted: jax.Array, step: Callable[[Carry], Carry], carry: Carry
+) -> Carry:
     """`step(carry)` if some row `[B]` wants it, otherwise `carry`. On a GPU the step is taken in
     any case: a conditional would wait for the host."""
-    if loops_run_on_host():
+    if shape.loops_run_on_host:
         return step(carry)
     return lax.cond(jnp.any(is_wanted), step, lambda carry: carry, carry)

@@ -11,12 +11,11 @@ import dataclasses
 import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxspec.audit.judge import Finding, judge_all
-from jaxspec.cache.layouts import Layout
 from jaxspec.cache.pages import round_up_to_block
 from jaxspec.decode.settings import DraftLength, Exactness
 from jaxspec.drafters.base import Drafter
@@ -24,9 +23,8 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench import measure, stages
-from jaxspec.lab.bench.measure import Bench, Dtype, Say
+from jaxspec.lab.bench.measure import Bench, Dtype, Say, of_best_fixed
 from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
-from jaxspec.lab.bench.speeds import of_best_fixed
 from jaxspec.lab.compare import run_candidates
 from jaxspec.lab.cost import model as cost
 from jaxspec.models.base import LanguageModel
@@ -35,8 +33,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
 from jaxspec.runtime.turns import time_loops
-from jaxspec.schedulers import Static, make_scheduler
-from jaxspec.verifiers import make_verifier
+from jaxspec.schedulers import Static
 
 PLAIN = "plain"
 PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
@@ -54,18 +51,11 @@ class DecodeOptions(Bench):
     draft: str | None = None
     """A draft model, named like the target; default `demo-draft` for `demo-target`."""
     drafter: str | None = None
-    """`ngram`, `ngram:MIN-MAX`, `draft_model:MODEL` (`draft_model@0.4:MODEL` ends each draft after
-    its first token with a lower probability), or your own `package.module:factory`."""
+    """As in `jaxspec generate`; with settings a JSON object, such as `{"kind": "ngram", "branches":
+    4}`."""
     oracle: float | None = None
     """Draft what the target will emit, each token right with this probability, at the cost of the
     draft model; for models without trained weights (`random:PRESET`). Synthetic."""
-    verifier: Literal["coupled", "rejection", "block", "typical"] = "coupled"
-    """Rule that decides how much of a draft is kept."""
-    scheduler: Literal["static", "continuous", "pool"] = "static"
-    """Which rows take part in a round."""
-    layout: Layout = "ragged"
-    """How KV is stored; `aligned` pads and realigns rows as EQSPEC does. Its rounds are timed
-    without realignment, which happens between rounds; whole runs include its cost."""
     batch_sizes: tuple[int, ...] = (1, 4, 8)
     """Batch sizes to measure."""
     draft_lengths: tuple[int, ...] = (2, 4, 6)
@@ -149,23 +139,23 @@ class DecodeBench:
         }
         return {PLAIN: {"draft_length": 0}, **lengths, **adaptive}
 
-    def engine(self, batch_size: int, draft_length: DraftLength, **changes: Any) -> Engine:
+    def engine(
+        self, batch_size: int, draft_length: DraftLength, *, exactness: Exactness = "bitwise"
+    ) -> Engine:
         """A speculative engine, or the window-1 plain loop at draft length 0. An engine with
         automatic draft length has the window of the longest."""
-        settings: dict[str, Any] = {
+        shape: dict[str, Any] = {
             "batch_size": batch_size,
             "max_length": self.max_length,
-            "scheduler": make_scheduler(self.options.scheduler),
-            "layout": self.options.layout,
+            "scheduler": Static(),
             "prefill_chunk": min(128, max(map(len, self.prompts))),
-        } | changes
+        }
         if draft_length == 0:
-            return Engine(self.target, **settings)
+            return Engine(self.target, **shape)
         if draft_length == "auto":
-            settings["verify_length"] = max(self.options.draft_lengths) + 1
-        verifier = make_verifier(self.options.verifier)
+            shape["verify_length"] = max(self.options.draft_lengths) + 1
         return Engine(
-            self.target, self.drafter, verifier=verifier, draft_length=draft_length, **settings
+            self.target, self.drafter, draft_length=draft_length, exactness=exactness, **shape
         )
 
     def with_oracle(self, acceptance: float) -> DecodeBench:
@@ -231,17 +221,11 @@ class DecodeBench:
     def _compare(self, batch_size: int, roofline: cost.Pair) -> list[dict[str, Any]]:
         """Plain decoding, every draft length, and automatic ones, at one batch size."""
         engines = self.engines(batch_size)
-        # Verifiers that keep only the target's distribution draw other tokens when they sample, so
-        # there is nothing to compare.
-        verifier = make_verifier(self.options.verifier)
-        keeps_tokens = verifier.is_lossless and not self.options.temperature
-        is_judged = verifier.is_coupled or keeps_tokens
         candidates = run_candidates(
             engines,
             self.prompts,
             self.params,
             repeats=self.options.repeats,
-            is_judged=is_judged,
             tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
         )
         plain, runs = candidates[0], []
@@ -249,9 +233,6 @@ class DecodeBench:
         for own, (name, engine) in zip(candidates, engines.items(), strict=True):
             total, found = own.acceptance, own.divergences
             length = self.settings[name]["draft_length"]
-            # Rows that are aligned, or scored in widths that affect the bits, round differently:
-            # equal up to ties.
-            keeps_bits = self.options.layout == "ragged" and engine.executor.is_width_invariant
             run = {
                 "drafter": public_name(self.drafter.name) if length else "none",
                 "is_synthetic": bool(length) and self.drafter.is_synthetic,
@@ -268,9 +249,10 @@ class DecodeBench:
                 "emitted_per_round": total.emitted_per_round,
                 "per_position_acceptance": list(total.per_position),
                 "equal_to_plain": (
-                    not own.num_unequal_to_plain if is_judged and keeps_bits else None
+                    # Rows that are scored in widths that affect the bits are equal up to ties.
+                    not own.num_unequal_to_plain if engine.executor.is_width_invariant else None
                 ),
-                "num_equal_to_window_1": found.num_equal if is_judged else None,
+                "num_equal_to_window_1": found.num_equal,
                 "num_not_ties": len(found.differing) - found.count(Finding.TIE),
                 "compile_s": own.compile_s,
                 "run_s": list(own.run_s),
@@ -289,18 +271,12 @@ class DecodeBench:
         return runs
 
     def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
-        """Milliseconds of a round and of its stages on a state in mid-decode, and memory.
-
-        A round decodes the rows in the batch with any scheduler, so of schedulers whose state holds
-        more rows only the shape is used.
-        """
-        if not isinstance(engine.scheduler, Static):
-            engine = self.engine(engine.shape.batch_size, draft_length, scheduler=Static())
+        """Milliseconds of a round and of its stages on a state in mid-decode, and memory."""
         num_tokens = max(self.options.max_tokens // 2, 1)
         measure.fill_mid_decode(
             engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
         )
-        parts = stages.round_stages(engine.executor.loop, engine.executor.state)
+        parts = stages.round_stages(engine.executor.parts, engine.executor.state)
         engine.reset()
         turns = time_loops(parts, self.options.repeats)
         ms = {name: 1e3 * turns.median_s(name) for name in parts}

@@ -23,9 +23,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import Executor
 from jaxspec.kernels.registry import KernelsName
 from jaxspec.lab.bench.cells import CellStore
@@ -41,7 +41,6 @@ from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import Turns, take_turns
 from jaxspec.schedulers import Static
 from jaxspec.types import PyTree
-from jaxspec.verifiers import Coupled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -261,16 +260,15 @@ class _Rounds:
         if draft is not None:
             drafter = Oracle(sequences=((0,),), cost_of=DraftModel(draft))
         self.executor = Executor(
-            make_loop(
+            make_parts(
                 target,
                 drafter,
-                verifier=Coupled(),
-                scheduler=Static(),
-                draft_length=plan.draft_length,
-                verify_length=None,
-                batch_size=batch,
-                max_length=context + self._num_tokens + window,
-                prefill_chunk=128,
+                EngineConfig(
+                    scheduler=Static(),
+                    draft_length=plan.draft_length,
+                    batch_size=batch,
+                    max_length=context + self._num_tokens + window,
+                ),
             )
         )
         if draft is not None:
@@ -295,7 +293,7 @@ class _Rounds:
         """Lets the oracle propose the truth, with each token changed with probability 1 -
         acceptance."""
         is_right = np.random.default_rng(0).random(truth.shape) < acceptance
-        wrong = (truth + 1) % self.executor.loop.target.vocab_size
+        wrong = (truth + 1) % self.executor.parts.target.vocab_size
         self._propose(np.where(is_right, truth, wrong).astype(np.int32))
 
     def _propose(self, table: np.ndarray) -> None:

@@ -1,7 +1,8 @@
 """Common parts of all benches: options, document, rows in mid-decode.
 
-A bench is a dataclass whose fields are its options on the command line; `measure` returns the
-contents of its document. Programs that are timed against each other run in alternation
+A bench is a function that returns the contents of a document, and whose parameters are the options
+on the command line (`case`); or, if it has more than that, a dataclass with these options as fields
+and a method `measure`. Programs that are timed against each other run in alternation
 (`runtime.turns`).
 """
 
@@ -10,10 +11,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import inspect
 import itertools
 import pathlib
 import typing
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
 import jax
@@ -22,12 +24,15 @@ import numpy as np
 from jax import lax
 from rich.console import Console
 
-from jaxspec.checkpoint.resolve import load_model
+from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
+from jaxspec.lab.compare import Candidate
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS
+from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -36,15 +41,17 @@ from jaxspec.runtime.documents import make_document, public_name, write_document
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.options import LARGEST_NUMBER, check_between, check_counts
 from jaxspec.runtime.report import Columns, TextTable, check_can_plot
-from jaxspec.runtime.turns import K, Turns, take_turns
 from jaxspec.types import Finish, PyTree
 
 Say: TypeAlias = Callable[[str], None]
 Stage: TypeAlias = Callable[[PyTree, PyTree, PyTree], tuple[PyTree, PyTree]]
 Run: TypeAlias = Callable[[int], None]
+Measure: TypeAlias = Callable[..., dict[str, Any]]
+Tables: TypeAlias = Mapping[str, tuple[str, Columns]]
 Dtype: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 NOT_OF_THE_RESULT = ("out", "json", "plot", "resume")
+ALARM = "Some outputs are not those of plain decoding: this is a bug."
 
 
 @contextlib.contextmanager
@@ -75,15 +82,14 @@ class Bench:
     Attributes:
       COMMAND: the command that it is a subcommand of.
       NAME: the name of the subcommand.
-      TITLE: the title of the table of results.
-      COLUMNS: the columns of that table.
+      TABLES: titles and columns of the tables, by the field of the document that they show; a table
+        whose field is missing is left out.
       MAY_BE_ZERO: whole numbers that are no counts, such as seeds.
     """
 
     COMMAND: ClassVar[str] = "bench"
     NAME: ClassVar[str]
-    TITLE: ClassVar[str] = ""
-    COLUMNS: ClassVar[Columns] = {}
+    TABLES: ClassVar[Tables] = {}
     MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ()
 
     out: pathlib.Path | None = None
@@ -140,12 +146,18 @@ class Bench:
         raise NotImplementedError
 
     def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """The tables that are printed for a document: by default its `results`."""
-        return [TextTable.of_columns(self.TITLE, self.COLUMNS, document["results"])]
+        """The tables that are printed for a document: by default those of `TABLES`."""
+        return [
+            TextTable.of_columns(title, columns, document[field])
+            for field, (title, columns) in self.TABLES.items()
+            if field in document
+        ]
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Notes on the tables: sentences and their styles."""
-        return []
+        """Sentences below the tables, and their styles: the document's `notes`, and an alarm unless
+        what it `holds` is true."""
+        found = [(sentence, "dim") for sentence in document.get("notes", ())]
+        return found if document.get("holds", True) else [*found, (ALARM, "bold red")]
 
     def document(self, **fields: Any) -> dict[str, Any]:
         """The JSON document. It names no directory of this machine."""
@@ -179,6 +191,41 @@ class PairBench(Bench):
 def is_of_integers(hint: Any) -> bool:
     """Whether a field with this type holds whole numbers: one, several, or perhaps none."""
     return hint is int or int in typing.get_args(hint)
+
+
+def case(name: str, tables: Tables) -> Callable[[Measure], Callable[..., Bench]]:
+    """Makes a function the bench `jaxspec bench NAME`.
+
+    The function returns the contents of the document. Its parameters, which all have defaults, are
+    the options, and its docstring describes them.
+
+    Args:
+      name: that of the subcommand.
+      tables: see `Bench`.
+    """
+
+    def make(function: Measure) -> Callable[..., Bench]:
+        hints, parameters = typing.get_type_hints(function), inspect.signature(function).parameters
+
+        def measure(bench: Bench) -> dict[str, Any]:
+            return function(**{option: getattr(bench, option) for option in parameters})
+
+        return dataclasses.make_dataclass(
+            function.__name__,
+            [(option, hints[option], each.default) for option, each in parameters.items()],
+            bases=(Bench,),
+            namespace={
+                "__doc__": function.__doc__,
+                "__module__": function.__module__,
+                "NAME": name,
+                "TABLES": tables,
+                "measure": measure,
+            },
+            frozen=True,
+            kw_only=True,
+        )
+
+    return make
 
 
 # ---- parts of a round
@@ -287,7 +334,7 @@ def fill(
         not hold, which costs the same as any other context.
     """
     chosen = list(itertools.islice(itertools.cycle(prompts), executor.num_rows))
-    target = executor.loop.target
+    target = executor.parts.target
     requests = make_requests(chosen, params, target, longest=executor.longest_prompt)
     admit = executor.admit_and_prefill if reads else executor.admit
     for row, request in enumerate(requests):
@@ -331,37 +378,45 @@ def run_rounds(executor: Executor, num_rounds: int) -> None:
     jax.block_until_ready(executor.state)
 
 
-def time_rounds(
-    executors: Mapping[K, Executor],
-    repeats: int,
-    *,
-    num_rounds: int,
-    num_tokens: int,
-    prompt_tokens: int,
-    draft_length: int,
-    **params: Any,
-) -> Turns[K]:
-    """Seconds of `num_rounds` rounds of each executor, in alternation, with a random prompt in
-    every row.
+def over_outputs(
+    of_row: Callable[[PyTree, jax.Array], jax.Array],
+    params: PyTree,
+    completions: Sequence[Completion],
+    what: str,
+) -> list[np.ndarray]:
+    """A value for each token of each completion, `[n]`, computed at the position before it.
 
     Args:
-      executors: executors of one target.
-      repeats: timed turns, after an untimed one.
-      num_rounds: number of rounds of a timed run.
-      num_tokens: most tokens that a row may emit.
-      prompt_tokens: prompt length of every row.
-      draft_length: tokens drafted per round; 0 decodes plainly.
-      params: further fields of the rows' `SamplingParams`.
+      of_row: from parameters and tokens `[1, S]` to a value for each position, `[S]`.
+      params: the parameters.
+      completions: outputs of one model.
+      what: the name of the program in compilation messages.
     """
-    one = next(iter(executors.values()))
-    prompts = random_prompts(one.loop.target, one.num_rows, prompt_tokens)
-    asked = SamplingParams(max_tokens=num_tokens, ignore_eos=True, **params)
-    return take_turns(
-        {name: functools.partial(run_rounds, each, num_rounds) for name, each in executors.items()},
-        repeats,
-        num_warm_ups=1,
-        prepare=lambda name: fill(executors[name], prompts, asked, draft_length=draft_length),
-    )
+    program = Program(jax.jit(of_row), what)
+    longest = max(len(done.prompt_token_ids + done.token_ids) for done in completions)
+    found = []
+    for done in completions:
+        ids, first = done.prompt_token_ids + done.token_ids, len(done.prompt_token_ids)
+        tokens = np.pad(np.array([ids], np.int32), ((0, 0), (0, longest - len(ids))))
+        found.append(np.asarray(program(params, tokens))[first - 1 : len(ids) - 1])
+    return found
+
+
+def of_best_fixed(found: Sequence[Candidate], engines: Iterable[Engine]) -> dict[str, float | None]:
+    """Speed of each engine with automatic draft length over that of the fastest other engine: the
+    median over turns, by label; None for the others.
+
+    Args:
+      found: the engines' runs, in their order.
+      engines: those engines.
+    """
+    is_adaptive = [engine.adaptive is not None for engine in engines]
+    fixed = [own for own, adapts in zip(found, is_adaptive, strict=True) if not adapts]
+    best = max(fixed, key=lambda own: own.tokens_per_s)
+    return {
+        own.label: float(np.median(own.speedups(best))) if adapts else None
+        for own, adapts in zip(found, is_adaptive, strict=True)
+    }
 
 
 def peak_bytes() -> int | None:

@@ -18,10 +18,9 @@ import jax
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.memory import in_units, measure_parts, num_bytes
-from jaxspec.engine.plan import PlanBytes, compile_programs
+from jaxspec.engine.memory import bytes_of, in_units, num_bytes
 from jaxspec.errors import PromptError
-from jaxspec.lab.bench.measure import PairBench
+from jaxspec.lab.bench.measure import PairBench, Tables
 from jaxspec.lab.cost.baseline import baseline_bytes
 from jaxspec.lab.plan.planner import plan_memory
 from jaxspec.lab.plan.request import Search
@@ -29,7 +28,6 @@ from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
 
@@ -39,25 +37,27 @@ WITHOUT, PLAN = "without a budget", "plan"
 PLANS: Mapping[str, KvDtype | None] = {PLAN: None, "plan, int8 KV": "int8"}
 
 
+ENGINES: Columns = {
+    "engine": "{name}",
+    "KV": lambda found: in_units(found["kv_bytes"]),
+    "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
+    "tokens/s": "{tokens_per_s:.0f}",
+    "of the speed": "{speed:.3f}",
+    "equal turns": "{num_equal_turns} of {num_turns}",
+    "less than the baseline": lambda found: (
+        f"{found['less_than_baseline']:.0%}, {found['less_without_draft_logits']:.0%}"
+    ),
+    "settings": "{sentence}",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MemoryBench(PairBench):
     """Compare plans with an engine without a budget and with the baseline policy, on chats of two
     turns."""
 
     NAME: ClassVar[str] = "memory"
-    TITLE: ClassVar[str] = "generation memory and speed"
-    COLUMNS: ClassVar[Columns] = {
-        "engine": "{name}",
-        "KV": lambda found: in_units(found["kv_bytes"]),
-        "in all,\nwithout weights": lambda found: in_units(found["generation_bytes"]),
-        "tokens/s": "{tokens_per_s:.0f}",
-        "of the speed": "{speed:.3f}",
-        "equal turns": "{num_equal_turns} of {num_turns}",
-        "less than the baseline": lambda found: (
-            f"{found['less_than_baseline']:.0%}, {found['less_without_draft_logits']:.0%}"
-        ),
-        "settings": "{sentence}",
-    }
+    TABLES: ClassVar[Tables] = {"results": ("generation memory and speed", ENGINES)}
 
     prompts: pathlib.Path | None = None
     """File of questions, one per line, with one or more `turns`; default the sample prompts, with
@@ -66,25 +66,17 @@ class MemoryBench(PairBench):
     """Use only this many questions, from the beginning of the file."""
     device: str = "h200"
     """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
-    keep: float = 0.96
-    """Fraction of the fastest plan's predicted speed to keep."""
-    acceptance: float = 0.7
-    """Probability that a drafted token is accepted."""
     max_tokens: int = 128
     """Tokens emitted per turn; EOS is ignored."""
-    max_length: int = 1024
-    """Slots per row of the engine without a budget and of the baseline policy; plans are for the
-    longest chat of that engine."""
-    draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 5, 6)
-    """Draft lengths that the plan may choose."""
     repeats: int = 3
     """Timed turns of each engine; medians are reported."""
 
-    def check(self) -> None:
-        """Raises `SettingError` for options that nothing can be measured with."""
-        super().check()
-        check_between("--keep", self.keep, 0, 1, excludes_least=True)
-        check_between("--acceptance", self.acceptance, 0, 1)
+    keep: ClassVar[float] = 0.96  # fraction of the fastest plan's predicted speed
+    acceptance: ClassVar[float] = 0.7  # probability that a drafted token is accepted
+    # Slots per row of the engine without a budget and of the baseline policy; plans are for the
+    # longest chat of that engine.
+    max_length: ClassVar[int] = 1024
+    draft_lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6)  # that the plan may choose
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
@@ -108,7 +100,6 @@ class MemoryBench(PairBench):
                 kv_dtypes=(None,),
                 draft_kv_dtypes=(None,),
                 draft_kv_windows=(None,),
-                prefill_chunks=(128,),
             ),
         )
         free_length = unconstrained.settings.draft_length
@@ -133,10 +124,9 @@ class MemoryBench(PairBench):
         }
         engines = {WITHOUT: free}
         for name, plan in plans.items():
-            engines[name] = Engine.from_plan(
-                plan,
+            engines[name] = plan.engine(
                 with_kv_dtype(target, plan.settings.kv_dtype),
-                DraftModel(draft, **plan.settings.options_of("drafter")),
+                DraftModel(draft, **plan.settings.drafter_options),
             )
             engines[name].warm_up()
             self._ask(engines[name], lines[:1])
@@ -196,19 +186,14 @@ class MemoryBench(PairBench):
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
         """Notes on the baseline and the speeds."""
         baseline = document["baseline_bytes"]["generation_bytes"]
-        found = [
-            (
-                f"The baseline policy takes {in_units(baseline)} without weights, of which the "
-                "logits that a draft model makes of every prompt position are "
-                f"{in_units(baseline - document['without_draft_logits'])}. The last column counts "
-                "them and leaves them out. Speeds are medians of the ratios to the engine without "
-                "a budget, in turns.",
-                "dim",
-            )
-        ]
-        if not document["holds"]:
-            found.append(("Some outputs are not those of the other engine: a bug.", "bold red"))
-        return found
+        notes = (
+            f"The baseline policy takes {in_units(baseline)} without weights, of which the logits "
+            "that a draft model makes of every prompt position are "
+            f"{in_units(baseline - document['without_draft_logits'])}. The last column counts them "
+            "and leaves them out. Speeds are medians of the ratios to the engine without a budget, "
+            "in turns."
+        )
+        return [(notes, "dim"), *super().remarks(document)]
 
     def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
         if self.prompts is None:
@@ -235,11 +220,7 @@ class MemoryBench(PairBench):
 
     def _bytes_of(self, engine: Engine) -> dict[str, Any]:
         """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
-        loop = engine.executor.loop
-        programs = compile_programs(loop)
-        found = PlanBytes.of_programs(
-            measure_parts(loop), max(each.added_bytes for each in programs), "compiled"
-        )
+        found = bytes_of(engine.executor.loop)
         return {
             **found.to_json(),
             "kv_bytes": found.parts.kv_bytes,

@@ -19,12 +19,12 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.loop import DecodeLoop
-from jaxspec.decode.settings import make_loop
 from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
-from jaxspec.lab.bench.measure import Bench, Dtype
+from jaxspec.lab.bench.measure import Bench, Tables
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
@@ -34,7 +34,6 @@ from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
-from jaxspec.verifiers import Coupled
 
 # Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
 KERNEL_S = 3.5e-6  # launched by itself
@@ -42,6 +41,7 @@ NODE_S = 1.5e-6  # a kernel in a CUDA graph
 GRAPH_S = 5e-6  # to launch a graph
 PREDICATE_S = 10e-6  # copied from the device and waited for
 
+DRAFT_LENGTH = 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
 MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
@@ -77,17 +77,17 @@ class Shape:
 
     def loop(self) -> DecodeLoop:
         """The decode loop, with parameters that are only shapes."""
-        return make_loop(
+        parts = make_parts(
             self._model("target", self.target),
             DraftModel(self._model("draft", self.draft)),
-            verifier=Coupled(),
-            scheduler=Static(),
-            draft_length=self.draft_length,
-            verify_length=None,
-            batch_size=self.batch_size,
-            max_length=self.context + self.draft_length + 1,
-            prefill_chunk=128,
+            EngineConfig(
+                scheduler=Static(),
+                draft_length=self.draft_length,
+                batch_size=self.batch_size,
+                max_length=self.context + self.draft_length + 1,
+            ),
         )
+        return DecodeLoop(parts)
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
         return shape_model(
@@ -207,10 +207,12 @@ def _pass_launches(device: str, shape: Shape) -> int:
     window = jax.eval_shape(make_window)
 
     def forward(params, cache, tokens, window):
-        hidden, cache = loop.target.forward(params, tokens, window, cache)
-        return loop.target.logits(params, hidden), cache
+        hidden, cache = loop.parts.target.forward(params, tokens, window, cache)
+        return loop.parts.target.logits(params, hidden), cache
 
-    text = compile_for(device, forward, loop.target.params, cache, window.slots, window, donated=1)
+    text = compile_for(
+        device, forward, loop.parts.target.params, cache, window.slots, window, donated=1
+    )
     thunks = read_thunks(text.thunks)
     return count_launches(thunks, {}, num_trips=1, takes_longest=True).num_launched
 
@@ -276,24 +278,28 @@ def predicted_memory_s(device: str, shape: Shape) -> float:
     )
 
 
+RESULTS: Columns = {
+    "device": "{device}",
+    "kernels": "{kernels}",
+    "rows": "{rows}",
+    "graphs": "{launches[num_graphs]}",
+    "in graphs": "{launches[num_nodes]}",
+    "one by one": "{launches[num_kernels]}",
+    "predicates": "{launches[num_predicates]}",
+    "per layer": "{launches_per_layer}",
+    "launch ms\n(predicted)": "{predicted_launch_ms:.2f}",
+    "memory ms\n(predicted)": "{predicted_memory_ms:.2f}",
+}
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramBench(Bench):
     """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
     `deviceless`)."""
 
     NAME: ClassVar[str] = "program"
-    TITLE: ClassVar[str] = "a round, by what was compiled (times are predictions)"
-    COLUMNS: ClassVar[Columns] = {
-        "device": "{device}",
-        "kernels": "{kernels}",
-        "rows": "{rows}",
-        "graphs": "{launches[num_graphs]}",
-        "in graphs": "{launches[num_nodes]}",
-        "one by one": "{launches[num_kernels]}",
-        "predicates": "{launches[num_predicates]}",
-        "per layer": "{launches_per_layer}",
-        "launch ms\n(predicted)": "{predicted_launch_ms:.2f}",
-        "memory ms\n(predicted)": "{predicted_memory_ms:.2f}",
+    TABLES: ClassVar[Tables] = {
+        "results": ("a round, by what was compiled (times are predictions)", RESULTS)
     }
 
     target: str = "qwen3-8b"
@@ -310,10 +316,6 @@ class ProgramBench(Bench):
     """Rows decoded together."""
     context: int = 1024
     """Committed tokens per row."""
-    draft_length: int = 4
-    """Tokens drafted per round."""
-    dtype: Dtype = "bfloat16"
-    """Dtype of parameters, compute and cache."""
 
     def measure(self) -> dict[str, Any]:
         """A result per device, kernels and kind of rows; nothing is run.
@@ -353,14 +355,13 @@ class ProgramBench(Bench):
             kernels=kernels,
             batch_size=self.batch_size,
             context=self.context,
-            draft_length=self.draft_length,
-            dtype=self.dtype,
+            draft_length=DRAFT_LENGTH,
         )
         program = compile_run(device, shape)
         found = {
             "device": device,
             "kernels": kernels,
-            "problems": program.problems(draft_length=self.draft_length),
+            "problems": program.problems(draft_length=DRAFT_LENGTH),
             **{
                 field.name: getattr(program, field.name)
                 for field in dataclasses.fields(Program)

@@ -16,7 +16,8 @@ import numpy as np
 
 from jaxspec.cache import layouts
 from jaxspec.cache.pages import BLOCK, commit_path
-from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.loop import one_round
+from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.recorders import record
 from jaxspec.decode.round import commit, draft_and_verify, emit, lay_out, propose
 from jaxspec.decode.state import batch_view, newest_token
@@ -29,24 +30,24 @@ from jaxspec.runtime.turns import time_loops
 from jaxspec.types import DecodeState, PyTree, Scores, Window
 
 
-def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
+def round_stages(parts: RoundParts, state: DecodeState) -> dict[str, Repeated]:
     """The stages of a round, and the whole `round`, each repeated on `state`, which is copied.
 
     `target` is the forward pass with the head; a plain step has no other stage. A speculative round
     also has `draft`, `verify` and `commit`. The last is bookkeeping of state and drafter and, for
     trees, moving the accepted path's KV.
     """
-    if loop.is_plain:
+    if parts.is_plain:
         start = layouts.window_start(state)[:, None]
         slots = jnp.where(state.is_running[:, None], start, -1)
         inputs = newest_token(state), Window(start=start[:, 0], positions=start, slots=slots)
         stages: dict[str, Repeated] = {}
     else:
-        stages, inputs = _speculative_stages(loop, state)
+        stages, inputs = _speculative_stages(parts, state)
 
     def target_stage(params, fixed, cache):
         tokens, window = fixed
-        return _score(loop.target, params["target"], tokens, window, cache)
+        return _score(parts.target, params["target"], tokens, window, cache)
 
     leaves, form = jax.tree.flatten(state.drafter)
     # Lengths and similar fields. Without them a drafter would draft nothing after the same tokens
@@ -58,50 +59,53 @@ def round_stages(loop: DecodeLoop, state: DecodeState) -> dict[str, Repeated]:
         (bare, of_rows), (cache, drafter) = fixed, moving
         leaves = [of_rows.get(index, leaf) for index, leaf in enumerate(jax.tree.leaves(drafter))]
         drafter = jax.tree.unflatten(form, leaves)
-        after = loop.round(params, bare.replace(cache=cache, drafter=drafter))
+        after = one_round(parts, params, bare.replace(cache=cache, drafter=drafter))
         return (after.cache, after.drafter), after.replace(cache=(), drafter=())
 
     bare, moving = state.replace(cache=(), drafter=()), _copy((state.cache, state.drafter))
     return stages | {
-        "target": Repeated(target_stage, loop.params, inputs, _copy(state.cache)),
-        "round": Repeated(whole_round, loop.params, (bare, _copy(of_rows)), moving),
+        "target": Repeated(target_stage, params_of(parts), inputs, _copy(state.cache)),
+        "round": Repeated(whole_round, params_of(parts), (bare, _copy(of_rows)), moving),
     }
 
 
 def _speculative_stages(
-    loop: DecodeLoop, state: DecodeState
+    parts: RoundParts, state: DecodeState
 ) -> tuple[dict[str, Repeated], tuple[jax.Array, Window]]:
     """`draft`, `verify` and `commit`, and the tokens and the window that the target scores."""
-    params, shape = loop.params, loop.shape
+    params, shape = params_of(parts), parts.shape
 
     @jax.jit
     def prepare(params, state):
-        info, _, drafter_state = draft_and_verify(loop, params, state)
+        info, _, drafter_state = draft_and_verify(parts, params, state)
         return info, drafter_state
 
     info, drafter_state = prepare(params, state)
     bare = state.replace(cache=(), drafter=())
-    drafting = _copy((drafter_state, state.cache if loop.drafter.uses_target_cache else ()))
+    drafting = _copy((drafter_state, state.cache if parts.drafter.uses_target_cache else ()))
 
     def draft_stage(params, fixed, moving):
         (bare, rows), (drafter_state, cache) = fixed, moving
         before = bare.replace(drafter=drafter_state, cache=cache)
-        draft, drafter_state, cache = propose(loop, params, before, rows)
+        draft, drafter_state, cache = propose(parts, params, before, rows)
         return (drafter_state, cache), draft
 
     def verify_stage(params, info, moving):
-        verdict = loop.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
+        verdict = parts.verifier.verify(info.scores.logits, info.draft, info.rows, info.context)
         return moving, verdict
 
     def commit_stage(params, fixed, moving):
         (bare, info), (cache, drafter_state) = fixed, moving
+        scored = drafter_state
         if not info.draft.is_chain:
             cache = commit_path(cache, info.window.start, info.verdict.path)
         info = info.replace(emission=emit(bare, info.draft, info.verdict))
         after = commit(bare, info, ()).replace(**record(bare, info, logprobs=None, trace=None))
-        drafter_state = loop.drafter.commit(
-            shape, function_params(loop.drafter, params), drafter_state, batch_view(after), info
+        drafter_state = parts.drafter.commit(
+            shape, function_params(parts.drafter, params), drafter_state, batch_view(after), info
         )
+        if jax.tree.structure(drafter_state) != jax.tree.structure(scored):
+            return (cache, scored), (after, drafter_state)  # what scoring left is gone
         return (cache, drafter_state), after
 
     moved = () if info.draft.is_chain else _copy(state.cache)

@@ -40,7 +40,6 @@ from jaxspec.lab.cost.devices import (
     read_document,
     split,
 )
-from jaxspec.lab.cost.flexdraft import FlexPair, FlexPass
 from jaxspec.lab.cost.passes import LOGITS_PASSES, Pass, Work
 from jaxspec.models.config import ModelConfig
 
@@ -51,8 +50,6 @@ __all__ = [
     "Device",
     "FindDevices",
     "Fit",
-    "FlexPair",
-    "FlexPass",
     "Pair",
     "Pass",
     "Timed",

@@ -8,21 +8,23 @@ speed-up; only its abstract was read, and no coefficient of it is used. Per devi
     logits = rows * (N + 1) * V * 4              and rows * N * V * 4 for q, where it is needed
 
 All but the temporaries are read off the decode loop itself, by `jax.eval_shape`. The temporaries
-are what XLA says of the compiled programs. While many settings are compared, they are estimated
-from short programs (two layers of each model, and three of one of them, in a few sizes); those of
-the chosen settings are then compiled.
+are what XLA says of the compiled programs. Where settings are compared that were not compiled, what
+drawing from the logits takes is computed (`engine.memory.Parts.drawing_bytes`), and added to it is
+the most that compiled programs needed besides. The chosen settings are compiled; if they take more
+than was computed, the choice is made again.
 
-`planning` has the parts: the settings that are tried, their bytes, and their speed. They stand in
-this room, because the speed is a prediction of `lab.cost.model`. `engine.plan` has the records.
+`request` has what is planned for and the settings that are tried, `speed` what they bring, and
+`plan` the records. They stand in this room, because the speed is a prediction of `lab.cost.model`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Iterable, Sequence
-from typing import Any, TypeAlias, get_args
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,22 +33,12 @@ from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.settings import LARGEST_NUM_SLOTS
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
-from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.engine.memory import in_units
-from jaxspec.engine.plan import (
-    MemoryPlan,
-    PlanBytes,
-    PlannedRun,
-    PlanSettings,
-    ProgramBytes,
-    Source,
-)
+from jaxspec.engine.memory import Parts, PlanBytes, bytes_of, in_units, measure_parts
 from jaxspec.errors import SettingError
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.baseline import baseline_bytes
-from jaxspec.lab.plan.bytes import Compiles, LoopBytes, Say
+from jaxspec.lab.plan.plan import MemoryPlan, PlannedRun, PlanSettings
 from jaxspec.lab.plan.request import (
-    NO_WEIGHTS,
     DescribedDraft,
     PlanRequest,
     Search,
@@ -59,23 +51,14 @@ from jaxspec.lab.plan.speed import SpeedPrediction
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.options import LARGEST_NUMBER, check_between
-from jaxspec.runtime.values import (
-    check_kind,
-    is_one_of,
-    listed,
-    number,
-    refusal,
-    text,
-    whole_number,
-)
+from jaxspec.runtime.values import check_kind, listed, number, refusal, text, whole_number
 from jaxspec.schedulers import Scheduler, SchedulerName, make_scheduler
 from jaxspec.verifiers import Verifier, VerifierName, make_verifier
 
+Say: TypeAlias = Callable[[str], None]
+
 MOST_DEVICES = 1024  # that a model is split over
 MAX_ATTEMPTS = 8  # settings that are compiled in search of the fastest
-
-# What settings take and their programs, of those that were compiled.
-Compiled: TypeAlias = dict[PlanSettings, tuple[PlanBytes, tuple[ProgramBytes, ...]]]
 
 
 def plan_memory(
@@ -83,7 +66,7 @@ def plan_memory(
     draft: LanguageModel | ModelConfig | str | None,
     budget_bytes: int,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | Mapping[str, Any] | None = None,
     batch: int = 8,
     context: int = 1024,
     prompt_tokens: int | None = None,
@@ -94,9 +77,7 @@ def plan_memory(
     verifier: Verifier | VerifierName = "coupled",
     scheduler: Scheduler | SchedulerName = "continuous",
     mesh: tuple[int, int] | None = None,
-    num_devices: int = 1,
     search: Search | None = None,
-    compiles: Compiles = "whole",
     say: Say = lambda stage: None,
 ) -> MemoryPlan:
     """The settings of an engine that fit into `budget_bytes` at the least cost in speed.
@@ -106,15 +87,15 @@ def plan_memory(
     made, unless a name has to be loaded.
 
     Args:
-      target: a model, an architecture, or a name; see `planning.request.describe`. With a model
+      target: a model, an architecture, or a name; see `lab.plan.request.describe`. With a model
         that is loaded, the bytes are those of an engine on this machine, with its kernels.
       draft: the draft model, likewise; None plans plain decoding, unless there is a drafter.
       budget_bytes: that weights, state and temporaries may take together, per device.
       drafter: what drafts instead of `draft`, as `Engine` takes it: n-grams, heads, FlexDraft, a
         draft model with a tree or other settings, or a drafter of your own. A draft model that is
-        named (presets too, as in `draft_model[4x4:12]:qwen3-0.6b`) is planned like `draft`, with
-        what the name says; everything else is planned as it is. `flexdraft` without a name of
-        weights has the paper's sizes for the target. Draft lengths of a tree are numbers of nodes.
+        named (presets too, as in `draft_model:qwen3-0.6b`) is planned like `draft`, with what the
+        name says; everything else is planned as it is. Draft lengths of a tree are numbers of
+        nodes.
       batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
       context: tokens of a request, prompt and output.
       prompt_tokens: of these, the prompt's; by default half of them.
@@ -130,12 +111,9 @@ def plan_memory(
         CPU, otherwise bfloat16.
       verifier: decides whether the drafts' distributions are kept.
       scheduler: decides how many rows wait besides the batch.
-      mesh: (data, model) axes, per data shard and within it; by default `num_devices` are split in
-        every way that the target allows.
-      num_devices: over which a plan may split rows and models.
+      mesh: sizes of the axes (data, model); None is one device. Programs are compiled only if JAX
+        has as many devices, which may be virtual.
       search: which settings are tried.
-      compiles: `whole`: the chosen settings' programs; `short`: their first two layers only, which
-        takes seconds for any model; what the others add is estimated.
       say: called with what is being done.
 
     Raises:
@@ -146,15 +124,12 @@ def plan_memory(
     budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_NUMBER)
     batch = whole_number("batch", batch)
     context = whole_number("context", context)
-    num_devices = whole_number("num_devices", num_devices)
     keep = number("keep", keep)
     if prompt_tokens is not None:
         prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
     device = text("device", device)
     dtype = None if dtype is None else parse_dtype(dtype).name
-    if not is_one_of(compiles, get_args(Compiles)):
-        raise refusal("compiles", compiles, f"one of {', '.join(get_args(Compiles))}")
     if not callable(say):
         raise refusal("say", say, "a function of a text")
     search = Search() if search is None else search
@@ -171,7 +146,6 @@ def plan_memory(
         keep=keep,
         acceptance=acceptance,
         mesh=mesh,
-        num_devices=num_devices,
         search=search,
     )
     find_devices = cost.read_device(device)
@@ -192,20 +166,24 @@ def plan_memory(
         given_dtype=dtype,
         verifier=verifier,
         scheduler=scheduler,
-        mesh=mesh,
-        num_devices=num_devices,
+        mesh=mesh or (1, 1),
         search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
     )
     if drafter is not None and drafting is None:
         found = find_drafter(drafter, described, request.dtype)
-        request = dataclasses.replace(request, drafter=found)
+        given = (
+            json.dumps(drafter)
+            if isinstance(drafter, Mapping)
+            else getattr(drafter, "name", drafter)
+        )
+        request = dataclasses.replace(request, drafter=found, given=given)
     if request.drafts_trees and isinstance(acceptance, (int, float)):
         raise SettingError(
             f"An acceptance of {acceptance:g} was given for the tree of {request.drafter_name}, "
             "whose nodes are not alike; give the measured chances of its nodes, in their order."
         )
-    planner = Planner(request=request, say=say)
-    return planner.plan(budget_bytes, keep=keep, compiles=compiles)
+    request.check_mesh()
+    return Planner(request=request, say=say).plan(budget_bytes, keep=keep)
 
 
 def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
@@ -248,7 +226,6 @@ def check_asked(
     keep: float,
     acceptance: float | Sequence[float],
     mesh: tuple[int, int] | None,
-    num_devices: int,
     search: Search,
 ) -> None:
     """Raises `SettingError` for numbers that nothing can be planned for; see `plan_memory`. No
@@ -265,18 +242,15 @@ def check_asked(
         )
     for chance in (acceptance,) if isinstance(acceptance, (int, float)) else acceptance:
         check_between("acceptance", chance, 0, 1)
-    data, model = (num_devices, 1) if mesh is None else mesh
-    check_between("num_devices", num_devices, 1, MOST_DEVICES)
-    check_between("data * model of the mesh", data * model, 1, MOST_DEVICES)
-    for name in ("draft_lengths", "prefill_chunks", "kv_dtypes", "draft_kv_dtypes"):
+    if mesh is not None:
+        check_between("data * model of the mesh", math.prod(mesh), 1, MOST_DEVICES)
+    for name in ("draft_lengths", "kv_dtypes", "draft_kv_dtypes", "draft_kv_windows"):
         if getattr(search, name) == ():
             raise SettingError(
                 f"There is nothing to choose from: {name} has no value; give at least one to try."
             )
     for draft_length in search.draft_lengths or ():
         check_between("draft_lengths", draft_length, 0, context)
-    for chunk in search.prefill_chunks:
-        check_between("prefill_chunks", chunk, 1, LARGEST_NUM_SLOTS)
     for window in search.draft_kv_windows:
         if window is not None:
             check_kv_window(window, NUM_SINKS)
@@ -289,45 +263,70 @@ class Planner:
     Attributes:
       request: what is planned for.
       say: called with what is being done.
+      compiled: what settings take whose programs were compiled.
     """
 
     request: PlanRequest
     say: Say
-
-    @functools.cached_property
-    def bytes(self) -> LoopBytes:
-        """What settings take."""
-        return LoopBytes(request=self.request, say=self.say)
+    compiled: dict[PlanSettings, PlanBytes] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def speed(self) -> SpeedPrediction:
-        """What they bring."""
+        """What settings bring."""
         return SpeedPrediction(request=self.request)
 
-    def plan(self, budget_bytes: int, *, keep: float, compiles: Compiles) -> MemoryPlan:
+    @functools.cache  # noqa: B019
+    def parts(self, settings: PlanSettings) -> Parts:
+        """Where the bytes of settings are."""
+        return measure_parts(self.request.loop(settings))
+
+    def bytes_of(self, settings: PlanSettings) -> PlanBytes:
+        """What settings take: compiled, or else computed."""
+        if settings in self.compiled:
+            return self.compiled[settings]
+        further = [each.added_bytes - each.parts.round_bytes for each in self.compiled.values()]
+        parts = self.parts(settings)
+        return PlanBytes(parts=parts, added_bytes=parts.round_bytes + max([0, *further]))
+
+    def compile(self, settings: PlanSettings) -> PlanBytes:
+        """What settings take, from their compiled programs; only computed if JAX lacks the devices
+        of the mesh."""
+        if settings not in self.compiled:
+            found = self.bytes_of(settings)
+            if settings.num_devices <= len(jax.local_devices()):
+                self.say(f"compiling {settings.sentence}")
+                loop = self.request.loop(settings, dtype=self._programs_dtype)
+                found = dataclasses.replace(bytes_of(loop), parts=self.parts(settings))
+            self.compiled[settings] = found
+        return self.compiled[settings]
+
+    @property
+    def _programs_dtype(self) -> str | None:
+        """The dtype in which programs are compiled: the models' own, or, for a device of another
+        kind, float32. XLA:CPU turns whole weights in fewer bytes into float32 ones, a GPU does not.
+        The parameters of a drafter that is planned as it is keep their dtype."""
+        drafter = self.request.drafter
+        is_fixed = drafter is not None and bool(jax.tree.leaves(drafter.params))
+        return None if self.request.is_here or is_fixed else "float32"
+
+    def plan(self, budget_bytes: int, *, keep: float) -> MemoryPlan:
         """See `plan_memory`."""
         candidates = list(self.request.candidates())
         if not candidates:
             raise SettingError(
-                f"There is nothing to choose from: {self.request.batch} rows on "
-                f"{self.request.num_devices} devices with these settings; give at least one draft "
-                "length and a batch that the data axis divides."
+                f"There is nothing to choose from: {self.request.batch} rows on a mesh of "
+                f"{self.request.mesh} with these settings; give at least one draft length and a "
+                "batch that the data axis divides."
             )
         self._check_weights(candidates, budget_bytes)
         self.say(f"comparing {len(candidates)} settings")
         speeds = {each: self.speed.tokens_per_s(each) for each in candidates}
-        compiled: Compiled = {}
 
         def runs_of(candidates: Iterable[PlanSettings]) -> list[PlannedRun]:
-            correction = self._correction(compiled)
             return [
                 PlannedRun(
                     settings=each,
-                    bytes=(
-                        compiled[each][0]
-                        if each in compiled
-                        else self.bytes.estimated(each, correction=correction)
-                    ),
+                    bytes=self.bytes_of(each),
                     tokens_per_s=speeds[each][0],
                     decode_tokens_per_s=speeds[each][1],
                 )
@@ -336,89 +335,45 @@ class Planner:
 
         for _ in range(MAX_ATTEMPTS):
             chosen = choose(runs_of(candidates), budget_bytes, keep=keep)
-            if chosen is None or chosen.settings in compiled:
+            if chosen is None or chosen.settings in self.compiled:
                 break
-            compiled[chosen.settings] = self._compiled(chosen.settings, compiles)
+            self.compile(chosen.settings)
         else:
             chosen = None
-        if chosen is None:  # by estimates, so it is found out what the least takes
-            least = self._compile_least(candidates, compiled, compiles)
-            chosen = choose(runs_of(compiled), budget_bytes, keep=keep)
+        if chosen is None:  # of what is computed, so it is found out what the least takes
+            least = self._least(candidates)
+            chosen = choose(runs_of(self.compiled), budget_bytes, keep=keep)
             if chosen is None:
-                raise SettingError(self._refusal(least, compiled[least][0], budget_bytes))
-        return self._plan_of(
-            chosen,
-            runs_of(candidates),
-            budget_bytes,
-            keep=keep,
-            programs=compiled[chosen.settings][1],
-        )
+                raise SettingError(_refusal(least, self.compiled[least], budget_bytes))
+        return self._plan_of(chosen, runs_of(candidates), budget_bytes, keep=keep)
 
-    def _compile_least(
-        self, candidates: Sequence[PlanSettings], compiled: Compiled, compiles: Compiles
-    ) -> PlanSettings:
+    def _least(self, candidates: Sequence[PlanSettings]) -> PlanSettings:
         """The settings that take the fewest bytes, after compiling all that might.
 
-        Fewer rows, drafts and tokens per call never take more, so of settings that are otherwise
-        alike only the fewest are compiled; and of these, only those that take less without
-        temporaries than the least with them.
+        Fewer rows and shorter drafts never take more, so of settings that are otherwise alike only
+        the fewest are compiled; and of these, only those that take less without temporaries than
+        the least with them.
         """
         fewest: dict[tuple, PlanSettings] = {}
-        for each in sorted(
-            candidates, key=lambda each: (each.draft_length, each.batch_size, each.prefill_chunk)
-        ):
-            plain = (each.kv_dtype, each.num_data_shards, each.num_model_shards)
-            of_draft = (each.draft_dtype, each.draft_kv_dtype, each.draft_kv_window)
-            if plain not in fewest:
-                fewest.setdefault((*plain, *of_draft) if each.draft_length else plain, each)
+        for each in sorted(candidates, key=lambda each: (each.draft_length, each.batch_size)):
+            of_draft = (each.draft_kv_dtype, each.draft_kv_window)
+            if (each.kv_dtype,) not in fewest:
+                alike = (each.kv_dtype, *of_draft) if each.draft_length else (each.kv_dtype,)
+                fewest.setdefault(alike, each)
 
         def at_least(settings: PlanSettings) -> int:
-            parts = self.bytes.parts(settings)
-            return PlanBytes.of_programs(parts, 0, "estimated").total_bytes
+            parts = self.parts(settings)
+            return parts.weights_bytes + parts.state_bytes
 
-        def total(settings: PlanSettings) -> int:
-            return compiled[settings][0].total_bytes
-
-        least: PlanSettings | None = None
-        for each in sorted(fewest.values(), key=at_least):
-            if least is not None and at_least(each) >= total(least):
-                break
-            if each not in compiled:
-                compiled[each] = self._compiled(each, compiles)
-            least = each if least is None else min(least, each, key=total)
-        assert least is not None
+        first, *others = sorted(fewest.values(), key=at_least)
+        least, total = first, self.compile(first).total_bytes
+        for each in others:
+            if at_least(each) < total and self.compile(each).total_bytes < total:
+                least, total = each, self.compile(each).total_bytes
         return least
 
-    def _compiled(
-        self, settings: PlanSettings, compiles: Compiles
-    ) -> tuple[PlanBytes, tuple[ProgramBytes, ...]]:
-        if isinstance(self.request.drafter, FlexDraft) and settings.draft_length:
-            compiles = "whole"  # what its sequential mode needs grows with its layers
-        source: Source = "compiled" if compiles == "whole" else "compiled short"
-        if settings.num_devices > len(jax.local_devices()):
-            return self.bytes.estimated(settings), ()
-        self.say(f"compiling {settings.sentence}")
-        added, programs = self.bytes.compiled(settings, compiles)
-        return PlanBytes.of_programs(self.bytes.parts(settings), added, source), programs
-
-    def _correction(self, compiled: Compiled) -> float:
-        """What estimates are multiplied by: as much as compiled programs needed more."""
-        ratios = [
-            (found.generation_bytes - found.parts.state_bytes)
-            / self.bytes.temporaries(settings).added_bytes(settings)
-            for settings, (found, programs) in compiled.items()
-            if programs
-        ]
-        return max([1.0, *ratios])
-
     def _plan_of(
-        self,
-        chosen: PlannedRun,
-        runs: Sequence[PlannedRun],
-        budget_bytes: int,
-        *,
-        keep: float,
-        programs: tuple[ProgramBytes, ...],
+        self, chosen: PlannedRun, runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float
     ) -> MemoryPlan:
         num_candidates = len(runs)
         num_fitting = sum(run.bytes.total_bytes <= budget_bytes for run in runs)
@@ -433,8 +388,9 @@ class Planner:
             target=request.target.name,
             draft=None if request.draft is None else request.draft.name,
             draft_options=request.draft_options,
-            drafter=None if request.drafter is None else request.drafter.name,
+            drafter=request.given,
             dtype=request.dtype,
+            draft_dtype=request.draft_dtype,
             device=self.speed.devices[0].name,
             platform=jax.default_backend() if request.is_here else "gpu",
             scheduler=request.scheduler.name,
@@ -454,60 +410,49 @@ class Planner:
                 num_nodes=settings.draft_length + 1,
                 depth=request.draft_depth(settings.draft_length),
             ),
-            programs=programs,
-            formulas=self.bytes.formulas(settings),
             num_candidates=num_candidates,
             num_fitting=num_fitting,
-            remarks=self._remarks(chosen, programs),
+            remarks=self._remarks(chosen),
         )
 
-    def _remarks(self, chosen: PlannedRun, programs: tuple[ProgramBytes, ...]) -> tuple[str, ...]:
+    def _remarks(self, chosen: PlannedRun) -> tuple[str, ...]:
+        request, settings = self.request, chosen.settings
         of_target, _, _ = self.speed.devices
         found = [f"Speeds are predictions for {of_target.name}: {of_target.source}."]
-        if not self.request.is_here:
+        if chosen.bytes.programs:
+            found.append(
+                "The chosen plan's temporaries are those of its compiled programs; those of the "
+                "other plans are computed."
+            )
+        else:
+            found.append(
+                "Temporaries are computed, and the programs were not compiled: "
+                f"{settings.num_devices} devices are needed, and JAX has "
+                f"{len(jax.local_devices())}."
+            )
+        if not request.is_here:
             found.append(
                 f"Temporaries are XLA's figures for the same programs on {jax.default_backend()} "
                 "in float32; those of the device itself may differ. An engine with these settings "
                 f"on this machine ({jax.default_backend()}) may take more than the budget."
             )
-        elif self.request.is_loaded and self.request.is_datasheet:
+        elif request.is_loaded and request.is_datasheet:
             found.append(
                 f"The bytes are those of an engine on this machine ({jax.default_backend()}), "
                 "where the target is loaded; name the target to plan for another device."
             )
-        if chosen.settings.num_devices > 1:
+        if settings.num_devices > 1:
             found.append("What devices of the model axis exchange is not in the prediction.")
-            if not programs:
-                found.append(
-                    f"The programs were not compiled: {chosen.settings.num_devices} devices are "
-                    f"needed, and JAX has {len(jax.local_devices())}."
-                )
-        if chosen.settings.changes_output:
-            if None in self.request.search.kv_dtypes:
+        if settings.changes_output:
+            if None in request.search.kv_dtypes:
                 found.append("Nothing fits with the target's KV in its own dtype.")
             found.append(
-                f"Rounding the target's KV to {chosen.settings.kv_dtype} changes the output a "
-                "little, of plain and speculative decoding alike; `jaxspec audit` says how much."
+                f"Rounding the target's KV to {settings.kv_dtype} changes the output a little, of "
+                "plain and speculative decoding alike; `jaxspec audit` says how much."
             )
-        found += self._remarks_on_drafts(chosen.settings)
-        return tuple(found)
-
-    def _remarks_on_drafts(self, settings: PlanSettings) -> list[str]:
-        request, found = self.request, []
         if not settings.draft_length:
-            return found
-        if isinstance(request.drafter, FlexDraft):
-            if request.drafter.mode == "auto":
-                found.append(
-                    f"At {settings.batch_size // settings.num_data_shards} rows FlexDraft drafts "
-                    f"in its {request.flex_mode_at(settings)} mode."
-                )
-            if request.drafter.label == NO_WEIGHTS:
-                found.append(
-                    "FlexDraft has the paper's sizes for this target here; name your weights in "
-                    f"the place of {NO_WEIGHTS}, and plan with them if their sizes differ."
-                )
-        elif request.drafter is not None:
+            return tuple(found)
+        if request.drafter is not None:
             found.append("Drafting is taken to cost no more than reading the drafter's weights.")
         if "min_confidence" in request.draft_options:
             found.append("Rounds are predicted as if no draft ended early.")
@@ -521,12 +466,12 @@ class Planner:
                 "The acceptance is taken to be that of a draft model with all of its KV; measure "
                 "it with `jaxspec compare`."
             )
-        return found
+        return tuple(found)
 
     def _check_weights(self, candidates: Sequence[PlanSettings], budget_bytes: int) -> None:
         """Raises `SettingError` if the budget is below the weights of all settings."""
-        lightest = min(candidates, key=lambda each: self.bytes.parts(each).weights_bytes)
-        parts = self.bytes.parts(lightest)
+        lightest = min(candidates, key=lambda each: self.parts(each).weights_bytes)
+        parts = self.parts(lightest)
         if parts.weights_bytes <= budget_bytes:
             return
         advice, dtype = [], self.request.dtype
@@ -554,12 +499,13 @@ class Planner:
             f"{in_units(parts.weights_bytes)} per device in {dtype}; {' and '.join(advice)}."
         )
 
-    def _refusal(self, least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
-        return (
-            f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest "
-            f"that works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), "
-            f"with {least.sentence}."
-        )
+
+def _refusal(least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
+    return (
+        f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest that "
+        f"works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), with "
+        f"{least.sentence}."
+    )
 
 
 def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> PlannedRun | None:

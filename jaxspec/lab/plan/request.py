@@ -3,46 +3,38 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, AxisType
 
 from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.decode.buckets import window_buckets
-from jaxspec.drafters.base import Drafter, DrafterBase, with_defaults
+from jaxspec.decode.loop import DecodeLoop
+from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
-from jaxspec.drafters.flexdraft.config import flex_config
-from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.drafters.flexdraft.shapes import as_shapes, shape_flexdraft
 from jaxspec.drafters.growth import Tree
-from jaxspec.drafters.names import (
-    make_drafter,
-    names_draft_model,
-    names_flexdraft,
-    parse_draft_model,
-    parse_flexdraft,
-)
-from jaxspec.engine.plan import PlanSettings
+from jaxspec.drafters.tree_names import named_tree
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import KernelsName
+from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
+from jaxspec.load.drafters import make_drafter, parse_drafter
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
-from jaxspec.models.shapes import shape_model
+from jaxspec.models.shapes import ShapeModel, shape_model
 from jaxspec.runtime.values import check_kind, listed, whole_number
 from jaxspec.schedulers import Scheduler
-from jaxspec.types import EngineShape
 from jaxspec.verifiers import Verifier
-
-NO_WEIGHTS = "WEIGHTS"  # the name of weights that a plan does without
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,33 +42,27 @@ class Search:
     """Which settings are tried; see `PlanSettings`. One value each fixes a setting.
 
     Attributes:
-      draft_lengths: 0 is plain decoding; None is 0 to 8, and for what drafts so many nodes unless
-        it is told otherwise (trees, FlexDraft) what fills the windows up to theirs: 0, 2, 4, 8, ...
+      draft_lengths: 0 is plain decoding; None is 0 to 8, and for a drafter with a number of nodes
+        of its own (trees, FlexDraft) what fills the windows up to it: 0, 2, 4, 8, ...
       kv_dtypes: of the target's KV. Another dtype than the model's changes the output, so it is
         chosen only where nothing else fits, unless it is the only one.
       draft_kv_dtypes: of the draft model's KV.
       draft_kv_windows: tokens whose KV the draft model keeps; those that the context does not fill
         are left out.
-      draft_dtypes: of the draft model's weights; empty for the target's dtype.
-      prefill_chunks: tokens per call.
     """
 
     draft_lengths: tuple[int, ...] | None = None
     kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
-    draft_dtypes: tuple[str, ...] = ()
-    prefill_chunks: tuple[int, ...] = (64, 128, 256, 512)
 
     def __post_init__(self):
         if self.draft_lengths is not None:
-            self._set("draft_lengths", least=0)
-        self._set("prefill_chunks", least=1)
-
-    def _set(self, name: str, *, least: int) -> None:
-        values = listed(name, getattr(self, name))
-        sizes = tuple(whole_number(name, value, least=least) for value in values)
-        object.__setattr__(self, name, sizes)
+            lengths = tuple(
+                whole_number("draft_lengths", length, least=0)
+                for length in listed("draft_lengths", self.draft_lengths)
+            )
+            object.__setattr__(self, "draft_lengths", lengths)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -135,7 +121,7 @@ class DescribedDraft:
     fixed: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
-def describe_draft(drafter: Drafter | str) -> DescribedDraft | None:
+def describe_draft(drafter: Drafter | str | Mapping[str, Any]) -> DescribedDraft | None:
     """The draft model that an object or a name as in `jaxspec generate` stands for; None if it
     stands for another drafter."""
     if isinstance(drafter, DraftModel) and isinstance(drafter.model, LanguageModel):
@@ -153,18 +139,24 @@ def describe_draft(drafter: Drafter | str) -> DescribedDraft | None:
                 "draft_kv_dtypes": (drafter.model.kv_dtype,),
             },
         )
-    if not isinstance(drafter, str) or not names_draft_model(drafter):
+    if isinstance(drafter, Drafter) or drafter == "none":
         return None
-    name = parse_draft_model(drafter)
-    options, fixed = dict(name.options), {}
-    if "kv_window" in options:
-        fixed["draft_kv_windows"] = (options.pop("kv_window"),)
-    return DescribedDraft(model=describe(name.model), options=options, fixed=fixed)
+    kind, options = parse_drafter(drafter)
+    if kind != "draft_model":
+        return None
+    model, fixed = options.pop("model"), {}
+    for name in ("kv_window", "kv_dtype"):
+        if name in options:
+            fixed[f"draft_{name}s"] = (options.pop(name),)
+    if isinstance(options.get("tree"), str):
+        options["tree"] = named_tree(options["tree"])
+    return DescribedDraft(model=describe(model), options=options, fixed=fixed)
 
 
-def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> DrafterBase:
-    """A drafter that is planned as it is, of an object or a name. FlexDraft comes as shapes; named
-    without weights it has the paper's sizes.
+def find_drafter(
+    drafter: Drafter | str | Mapping[str, Any], target: Described, dtype: str
+) -> Drafter:
+    """A drafter that is planned as it is, of an object or a name.
 
     Args:
       drafter: see `plan_memory`.
@@ -172,26 +164,15 @@ def find_drafter(drafter: Drafter | str, target: Described, dtype: str) -> Draft
       dtype: of the target.
 
     Raises:
-      SettingError: it is none that can be planned.
+      SettingError: the name is `none`.
     """
     model = shape_model(target.config, name=target.name, dtype=parse_dtype(dtype))
-    if isinstance(drafter, str) and names_flexdraft(drafter):
-        mode, weights = parse_flexdraft(drafter)
-        if weights is None:
-            config = flex_config(target.config)
-            return shape_flexdraft(config, dtype=model.dtype, mode=mode or "auto", name=NO_WEIGHTS)
     made = make_drafter(drafter, model)
-    if isinstance(made, FlexDraft):
-        return as_shapes(made, dtype=model.dtype)
-    found = None if made is None else with_defaults(made)
-    if found is None or isinstance(found, DraftModel) or found.uses_target_cache:
-        name = "none" if found is None else found.name
+    if made is None:
         raise SettingError(
-            f"The drafter {name} was given; draft models of jaxspec's own architecture, n-grams, "
-            "heads, FlexDraft, and drafters of your own that leave the target's cache alone can be "
-            "planned, so name one of these, or none to plan plain decoding."
+            "The drafter none was given; name one, or leave it out to plan plain decoding."
         )
-    return found
+    return made
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -205,7 +186,8 @@ class PlanRequest:
     target: Described
     draft: Described | None
     draft_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    drafter: DrafterBase | None = None
+    drafter: Drafter | None = None
+    given: str | None = None
     batch: int
     context: int
     prompt_tokens: int
@@ -215,8 +197,7 @@ class PlanRequest:
     given_dtype: str | None
     verifier: Verifier
     scheduler: Scheduler
-    mesh: tuple[int, int] | None
-    num_devices: int
+    mesh: tuple[int, int]
     search: Search
 
     @property
@@ -240,27 +221,22 @@ class PlanRequest:
             default = self.target.dtype_here or of_preset
         return parse_dtype(self.given_dtype or self.target.dtype or default).name
 
-    @functools.cached_property
-    def meshes(self) -> list[tuple[int, int]]:
-        """(data, model) axes to be tried.
+    @property
+    def draft_dtype(self) -> str | None:
+        """Of the draft model's weights; None without a draft model."""
+        if self.draft is None:
+            return None
+        return parse_dtype(self.draft.dtype or self.dtype).name
 
-        Raises:
-          SettingError: the one that was asked for does not fit the target.
-        """
-        if self.mesh is None:
-            allowed = model_axes(self.target.config, self.num_devices)
-            return [
-                (self.num_devices // model, model)
-                for model in allowed
-                if self.num_devices % model == 0
-            ]
+    def check_mesh(self) -> None:
+        """Raises `SettingError` if the mesh does not fit the target."""
         data, model = self.mesh
         try:
             decoder.param_specs(self.target.config, model)
         except SettingError as error:
-            allowed = ", ".join(map(str, model_axes(self.target.config, data * model)))
+            axes = model_axes(self.target.config, data * model)
+            allowed = ", ".join(str(size) for size in axes)
             raise SettingError(f"{error} Up to {data * model} devices, {allowed} work.") from error
-        return [(data, model)]
 
     @property
     def has_drafter(self) -> bool:
@@ -283,25 +259,6 @@ class PlanRequest:
         if num_nodes is None:
             return tuple(range(9))
         return tuple(length - 1 for length in window_buckets(num_nodes + 1))
-
-    def drafter_at(self, settings: PlanSettings) -> DrafterBase | None:
-        """The drafter that is planned as it is, in the variant that an engine with these settings
-        uses (`DrafterBase.choose_variant`)."""
-        if self.drafter is None:
-            return None
-        shape = EngineShape(
-            batch_size=settings.batch_size // settings.num_data_shards,
-            max_length=settings.max_length,
-            verify_length=settings.draft_length + 1,
-            prefill_chunk=settings.prefill_chunk,
-            vocab_size=self.target.config.vocab_size,
-        )
-        return (self.drafter, *self.drafter.variants)[self.drafter.choose_variant(shape)]
-
-    def flex_mode_at(self, settings: PlanSettings) -> str:
-        """In which of its modes FlexDraft drafts there."""
-        mode = getattr(self.drafter_at(settings), "mode", None)
-        return "sequential" if mode == "sequential" else "parallel"
 
     @property
     def drafts_trees(self) -> bool:
@@ -328,47 +285,86 @@ class PlanRequest:
 
     def candidates(self) -> Iterator[PlanSettings]:
         """All settings to be tried."""
-        search, batches = self.search, sorted({*doubling(self.batch)})
+        data, model = self.mesh
         longest = None if isinstance(self.acceptance, (int, float)) else len(tuple(self.acceptance))
-        for (data, model), batch, draft_length, chunk in itertools.product(
-            self.meshes, batches, self.draft_lengths, search.prefill_chunks
+        for batch, draft_length, kv_dtype in itertools.product(
+            sorted({*doubling(self.batch)}), self.draft_lengths, self.search.kv_dtypes
         ):
             if batch % data or (draft_length and not self.has_drafter):
                 continue
             if longest is not None and draft_length > longest:
                 continue
-            max_length = round_up_to_block(self.context + draft_length + 1)
-            shared: dict[str, Any] = {
-                "batch_size": batch,
-                "max_length": max_length,
-                "draft_length": draft_length,
-                "prefill_chunk": chunk,
-                "num_data_shards": data,
-                "num_model_shards": model,
-            }
-            for kv_dtype, of_draft in itertools.product(
-                search.kv_dtypes, self._draft_settings(draft_length, max_length)
+            plain = PlanSettings(
+                batch_size=batch,
+                max_length=round_up_to_block(self.context + draft_length + 1),
+                draft_length=draft_length,
+                kv_dtype=kv_dtype,
+                num_data_shards=data,
+                num_model_shards=model,
+            )
+            if not draft_length or self.draft is None:
+                yield plain
+                continue
+            for draft_kv_dtype, window in itertools.product(
+                self.search.draft_kv_dtypes, self.search.draft_kv_windows
             ):
-                yield PlanSettings(kv_dtype=kv_dtype, **shared, **of_draft)
+                if window is None or window + BLOCK < plain.max_length:
+                    yield dataclasses.replace(
+                        plain, draft_kv_dtype=draft_kv_dtype, draft_kv_window=window
+                    )
 
-    def _draft_settings(self, draft_length: int, max_length: int) -> Iterator[dict[str, Any]]:
-        if not draft_length:
-            yield {"draft_dtype": self.dtype}
-            return
-        if self.draft is None:
-            yield {"draft_dtype": None}
-            return
-        search = self.search
-        dtypes = search.draft_dtypes or (self.draft.dtype or self.dtype,)
-        for dtype, kv_dtype, window in itertools.product(
-            dtypes, search.draft_kv_dtypes, search.draft_kv_windows
-        ):
-            if window is None or window + BLOCK < max_length:
-                yield {
-                    "draft_dtype": parse_dtype(dtype).name,
-                    "draft_kv_dtype": kv_dtype,
-                    "draft_kv_window": window,
-                }
+    def loop(self, settings: PlanSettings, *, dtype: str | None = None) -> DecodeLoop | ShardedLoop:
+        """The decode loop of an engine with these settings, of shapes only.
+
+        Args:
+          settings: of the engine. Where JAX has fewer devices, the mesh is one without devices, for
+            which bytes can be counted, but nothing compiled.
+          dtype: of all models' weights, instead of their own.
+        """
+        target = self._model(self.target, dtype or self.dtype, kv_dtype=settings.kv_dtype)
+        drafter: Drafter | None = None
+        if settings.draft_length and self.draft is not None:
+            draft = self._model(self.draft, dtype or self.draft_dtype)
+            drafter = DraftModel(draft, **self.draft_options, **settings.drafter_options)
+        elif settings.draft_length:
+            drafter = self.drafter
+        parts = make_parts(
+            target,
+            drafter,
+            EngineConfig(
+                verifier=self.verifier if settings.draft_length else None,
+                scheduler=self.scheduler,
+                draft_length=settings.draft_length,
+                batch_size=settings.batch_size // settings.num_data_shards,
+                max_length=settings.max_length,
+                prefill_chunk=PREFILL_CHUNK,
+            ),
+        )
+        parts = parts.with_variant(parts.drafter.choose_variant(parts.shape))
+        if settings.num_devices == 1:
+            return DecodeLoop(parts)
+        sizes, types = self.mesh, (AxisType.Auto, AxisType.Auto)
+        devices = jax.local_devices()[: settings.num_devices]
+        if len(devices) < settings.num_devices:
+            mesh: Any = AbstractMesh(sizes, (DATA, MODEL), axis_types=types)
+        else:
+            mesh = jax.make_mesh(sizes, (DATA, MODEL), axis_types=types, devices=devices)
+        return ShardedLoop(parts=parts, mesh=mesh)
+
+    def _model(
+        self, model: Described, dtype: str | None, *, kv_dtype: KvDtype | None = None
+    ) -> ShapeModel:
+        kernels: KernelsName = "xla"
+        if self.is_here and self.mesh[1] == 1:
+            kernels = model.kernels or default_kernels()
+        return shape_model(
+            model.config,
+            name=model.name,
+            dtype=parse_dtype(dtype),
+            kernels=kernels,
+            is_packed=self.is_here,
+            kv_dtype=kv_dtype,
+        )
 
 
 def model_axes(config: ModelConfig, limit: int) -> list[int]:

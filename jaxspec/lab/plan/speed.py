@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KvDtype
-from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.engine.memory import num_bytes
-from jaxspec.engine.plan import PlanSettings
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
 from jaxspec.lab.plan.request import PlanRequest, model_axes
 from jaxspec.models.config import ModelConfig
 
@@ -55,7 +53,7 @@ class SpeedPrediction:
             draft = request.draft.config
         itemsize, draft_itemsize = (
             jnp.dtype(each or request.dtype).itemsize
-            for each in (request.dtype, settings.draft_dtype)
+            for each in (request.dtype, request.draft_dtype)
         )
         return cost.Pair(
             target=request.target.config,
@@ -74,32 +72,16 @@ class SpeedPrediction:
             tree=request.tree,
         )
 
-    def round_s(self, settings: PlanSettings, *, batch: int, context: float) -> float:
-        """Seconds of a round of one data shard."""
-        pair, draft_length = self.pair(settings), settings.draft_length
-        drafter = self.request.drafter
-        if not draft_length:
-            return pair.plain_s(batch=batch, context=context)
-        where: dict[str, Any] = {"batch": batch, "draft_length": draft_length, "context": context}
-        if not isinstance(drafter, FlexDraft):
-            return pair.round_s(**where)
-        flex = cost.FlexPair(
-            config=dataclasses.replace(drafter.config, block_size=drafter.block_size),
-            device=self._devices_of(settings)[0],
-            itemsize=pair.itemsize,
-            block=pair.block,
-            kv_itemsize=pair.kv_itemsize,
-        )
-        return flex.round_s(self.request.flex_mode_at(settings), **where)
-
     def _drafter_s(self, device: cost.Device) -> float:
         """Seconds per round of a drafter that is planned as it is: its weights are read once, and
-        the head of the target once for each level, if it uses that. FlexDraft has rounds of its
-        own, see `round_s`."""
+        the head of the target, if it uses that, once for each level, or once for a chain that is
+        drafted as a whole."""
         request, drafter = self.request, self.request.drafter
-        if drafter is None or isinstance(drafter, FlexDraft):
+        if drafter is None:
             return 0.0
         num_levels = drafter.max_depth or drafter.num_nodes or 1
+        if drafter.drafts_at_once:
+            num_levels = 1
         read_bytes = num_bytes(drafter.params)
         if drafter.uses_target:
             config, itemsize = request.target.config, jnp.dtype(request.dtype).itemsize
@@ -113,8 +95,8 @@ class SpeedPrediction:
         of_target, of_draft, _ = self._devices_of(settings)
         rows = settings.batch_size // settings.num_data_shards
         num_output = request.context - request.prompt_tokens
-        where: dict[str, Any] = {"batch": rows, "context": request.prompt_tokens + num_output / 2}
-        emitted, round_s = 1.0, self.round_s(settings, **where)
+        context, emitted = request.prompt_tokens + num_output / 2, 1.0
+        round_s = pair.round_s(batch=rows, draft_length=draft_length, context=context)
         if draft_length:
             chances = request.acceptance
             if isinstance(chances, (int, float)):
@@ -123,8 +105,8 @@ class SpeedPrediction:
         chunk = cost.Pass(
             config=pair.target,
             batch=1,
-            window=settings.prefill_chunk,
-            context=request.prompt_tokens / 2 + settings.prefill_chunk,
+            window=PREFILL_CHUNK,
+            context=request.prompt_tokens / 2 + PREFILL_CHUNK,
             itemsize=pair.itemsize,
             block=pair.block,
             kv_itemsize=pair.kv_itemsize,
@@ -138,7 +120,7 @@ class SpeedPrediction:
                 kv_itemsize=pair.draft_kv_itemsize,
             )
             chunk_s += of_draft.pass_s(_WithoutHead(draft_chunk))
-        prefill_s = math.ceil(request.prompt_tokens / settings.prefill_chunk) * chunk_s
+        prefill_s = math.ceil(request.prompt_tokens / PREFILL_CHUNK) * chunk_s
         decode_s = num_output / emitted * round_s
         in_all = rows * num_output / (rows * prefill_s + decode_s)
         return (

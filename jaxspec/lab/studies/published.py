@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec.audit.controls.faults import FAULTS
-from jaxspec.drafters.base import Drafter, with_defaults
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window
@@ -109,28 +109,57 @@ class WithoutBonus(Coupled):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class BatchMinimum:
-    """Lets a drafter draft, for every row of a round, `min(k, fewest tokens that a row may still
-    emit)`; the engine's draft length k must fill its window.
+class BatchMinimum(Drafter):
+    """Lets a draft model draft, for every row of a round, `min(k, fewest tokens that a row may
+    still emit)`; the engine's draft length k must fill its window.
 
     The last token that a row may emit is drafted too, although the target supplies it anyway,
     because the published counts of drafted tokens include it.
     """
 
-    inner: Drafter
-    drafts_last_token: bool = dataclasses.field(default=True, init=False)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.inner, name)
+    inner: DraftModel
+    drafts_last_token = True
 
     @property
     def name(self) -> str:
         """`batch-minimum:` and the drafter's name."""
         return f"batch-minimum:{self.inner.name}"
 
+    @property
+    def model(self) -> Model:
+        """The draft model."""
+        return self.inner.model
+
+    @property
+    def params(self) -> PyTree:
+        """The draft model's parameters."""
+        return self.inner.params
+
+    def pack(self, params: PyTree) -> PyTree:
+        """As the inner drafter does; so are the following."""
+        return self.inner.pack(params)
+
+    def check(self, target: Model) -> None:  # noqa: D102
+        self.inner.check(target)
+
     def for_target(self, target: Model) -> BatchMinimum:
         """The same wrapper around the inner drafter's `for_target`."""
-        return dataclasses.replace(self, inner=with_defaults(self.inner).for_target(target))
+        return dataclasses.replace(self, inner=self.inner.for_target(target))
+
+    def init(self, shape):  # noqa: D102
+        return self.inner.init(shape)
+
+    def admit(self, shape, params, state, rows, row):  # noqa: D102
+        return self.inner.admit(shape, params, state, rows, row)
+
+    def lag(self, state, rows):  # noqa: D102
+        return self.inner.lag(state, rows)
+
+    def catch_up(self, shape, params, state, rows, row):  # noqa: D102
+        return self.inner.catch_up(shape, params, state, rows, row)
+
+    def commit(self, shape, params, state, rows, info):  # noqa: D102
+        return self.inner.commit(shape, params, state, rows, info)
 
     def propose(
         self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView

@@ -11,7 +11,8 @@ differ from the same layout and scheduler here.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import pathlib
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -19,38 +20,73 @@ import jax
 from jaxspec.audit.judge import judge_all
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
+from jaxspec.lab.bench.measure import Bench, Tables
 from jaxspec.lab.studies.replay import list_scheduling
 from jaxspec.lab.studies.workload import Workload, WorkloadOptions
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.report import Columns, TextTable
+from jaxspec.runtime.report import Columns
 from jaxspec.telemetry.counters import Acceptance
+
+POOL = 32  # rows of the pool
+
+
+def _share(name: str, of: str) -> Any:
+    return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
+
+
+ROUNDS: Columns = {
+    "batch": "{batch_size}",
+    "system": "{system}",
+    "rounds": "{schedule[num_rounds]}",
+    "of list\nschedule": lambda found: (
+        f"{found['schedule']['num_rounds'] / found['ideal_rounds']:.0%}"
+    ),
+    "tokens\n/call": "{emitted_per_call:.2f}",
+    "grouped\ncalls": _share("num_grouped_rounds", "num_rounds"),
+    "grouped\nrows": _share("num_grouped_rows", "num_rows"),
+    "slots\nmoved": "{schedule[num_slots_moved]}",
+    "draft\npositions": "{draft_positions}",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulersBench(WorkloadOptions):
+class SchedulersBench(Bench):
     """Count rounds of layouts and schedulers, and of EQSPEC and EXSPEC as published."""
 
     NAME: ClassVar[str] = "schedulers"
+    TABLES: ClassVar[Tables] = {"results": ("rounds", ROUNDS)}
 
-    limit: int | None = 32
-    max_prompt_tokens: int = 64
-    max_tokens: int = 48
+    target: str = "demo-target"
+    """Any model that `load_model` takes."""
+    draft: str = "demo-draft"
+    """Its draft model, named in the same way."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
     batch_sizes: tuple[int, ...] = (4, 8)
-    pool: int = 32
+    """Rows decoded together."""
 
     def measure(self) -> dict[str, Any]:
         """Rounds, and whether outputs agree, by batch size and system."""
-        workload = Workload(self, reference=list)
-        requests = workload.as_requests(workload.in_file_order, self.max_tokens)
+        options = WorkloadOptions(
+            target=self.target,
+            draft=self.draft,
+            prompts=self.prompts,
+            limit=32,
+            max_prompt_tokens=64,
+            max_tokens=48,
+        )
+        workload = Workload(options, reference=list)
+        requests = workload.as_requests(workload.in_file_order, options.max_tokens)
         results = []
         for batch_size in self.batch_sizes:
             reference: list[Completion] = []
             for decoding in workload.decodings(batch_size):
                 if not decoding.speculates:
                     continue
-                completions, result = count_rounds(workload.engine(decoding), requests)
+                engine = workload.engine(decoding, pool=POOL)
+                completions, result = count_rounds(engine, requests)
                 reference = reference or completions  # ragged, whose bits no neighbour changes
                 own = [completion.acceptance.num_rounds for completion in reference]
                 results.append(
@@ -63,28 +99,6 @@ class SchedulersBench(WorkloadOptions):
                     }
                 )
         return {"inputs": workload.inputs, "results": results}
-
-    def tables(self, document: Mapping[str, Any]) -> list[TextTable]:
-        """Systems by batch size."""
-
-        def share(name: str, of: str) -> Any:
-            return lambda found: f"{found['schedule'][name] / found['schedule'][of]:.0%}"
-
-        columns: Columns = {
-            "batch": "{batch_size}",
-            "system": "{system}",
-            "rounds": "{schedule[num_rounds]}",
-            "of list\nschedule": lambda found: (
-                f"{found['schedule']['num_rounds'] / found['ideal_rounds']:.0%}"
-            ),
-            "tokens\n/call": "{emitted_per_call:.2f}",
-            "grouped\ncalls": share("num_grouped_rounds", "num_rounds"),
-            "grouped\nrows": share("num_grouped_rows", "num_rows"),
-            "slots\nmoved": "{schedule[num_slots_moved]}",
-            "draft\npositions": "{draft_positions}",
-        }
-        results = document["results"]
-        return [TextTable.of_columns("rounds", columns, results, group=lambda r: r["batch_size"])]
 
 
 def totals(engine: Engine) -> dict[str, int]:

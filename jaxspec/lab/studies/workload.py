@@ -19,7 +19,6 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.cache.layouts import LAYOUTS, Layout
 from jaxspec.checkpoint.format import is_converted
 from jaxspec.checkpoint.manifest import read_manifest
-from jaxspec.checkpoint.resolve import cached_models, load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
@@ -27,6 +26,7 @@ from jaxspec.errors import CheckpointError
 from jaxspec.kernels.base import unpacked
 from jaxspec.lab.bench.measure import PairBench
 from jaxspec.lab.studies import published
+from jaxspec.load.models import cached_models, load_model
 from jaxspec.models.base import Model
 from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Request, make_requests

@@ -3,7 +3,7 @@
     jaxspec study scaling --corpora corpora --texts texts.jsonl --out scaling
 
 Draft models of several sizes are distilled from the target, each as one trunk with a branch per
-number of tokens (`training.trunk`), all on the same rows of text; every branch decodes the same
+number of tokens (`training.schedule`), all on the same rows of text; every branch decodes the same
 prompts. What comes out is a row for every drafter, prompt, verifier and draft length, with counts
 by position; `analyse` fits and judges them, these or rows of one's own. Every result is a cell,
 written to the disk as soon as it is known, so an interrupted study goes on where it stopped.

@@ -13,7 +13,6 @@ import numpy as np
 
 from jaxspec import __version__
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
@@ -31,6 +30,7 @@ from jaxspec.lab.studies.scaling.decoding import (
 from jaxspec.lab.studies.scaling.drafters import Drafters
 from jaxspec.lab.studies.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.environment import provenance

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.checkpoint.resolve import load_model
 from jaxspec.kernels.base import unpacked
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
+from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, lm
 from jaxspec.training.texts import check_writer, read_texts
+from jaxspec.training.trainer import branch_directory, finished_branches
 
 
 class Drafters:
@@ -36,14 +37,14 @@ class Drafters:
         """The result of a branch. If it is not there yet, all branches of its trunk are trained."""
         config = self.settings.train_config(shape, seed)
         this = dataclasses.replace(config, branches=(tokens,))
-        found = lm.finished_branches(this) or lm.train_lm(config)["branches"]
+        found = finished_branches(this) or lm.train_lm(config)["branches"]
         return found[str(tokens)]
 
     def model(self, shape: Shape, seed: int, tokens: int) -> LanguageModel:
         """A finished drafter."""
         self.trained(shape, seed, tokens)
         trunk = self.settings.train_config(shape, seed).out
-        run = lm.load_run(lm.branch_directory(trunk, tokens))
+        run = lm.load_run(branch_directory(trunk, tokens))
         return LanguageModel(
             name=f"{shape.name}, {tokens} tokens, seed {seed}",
             config=run.config,

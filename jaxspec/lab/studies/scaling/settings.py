@@ -11,7 +11,8 @@ import tyro
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench.measure import Bench
 from jaxspec.runtime.directories import check_can_write_into
-from jaxspec.training import data, lm, runs
+from jaxspec.training import data, lm
+from jaxspec.training.checkpoints import latest_step
 
 WRITTEN = "written"  # the domain of the target's own texts
 _STDLIB = ("code:stdlib",)  # where no corpora are given
@@ -167,11 +168,11 @@ class ScalingSettings(Bench):
             corpora=self.corpora or self.out,
             domains=self.training_domains(),
             exclude=self.exclude,
-            schedule="trunk",
             branches=self.tokens_of(shape, seed),
             batch_tokens=self.batch_tokens,
             sequence_length=self.sequence_length,
             max_length=max(1024, self.sequence_length),
+            long_fraction=0.0,
             width=shape.width,
             feed_forward_width=2 * shape.width,
             num_layers=shape.num_layers,
@@ -184,8 +185,7 @@ class ScalingSettings(Bench):
             teacher=self.target,
             teacher_states=self.out / "teacher" / f"seed{seed}.f32",
             seed=seed,
-            resume=(out / runs.CHECKPOINT).is_file(),
-            log_every=100,
+            resume=latest_step(out) is not None,
             evaluate_every=10**9,
             evaluate_tokens=self.evaluate_tokens,
             checkpoint_every=200,

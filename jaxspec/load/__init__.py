@@ -1,0 +1,1 @@
+"""What the name of a model or a drafter means, and files of other projects (`layouts`)."""

@@ -1,0 +1,310 @@
+"""Training of heads on their target's texts: `jaxspec train heads`.
+
+The target is frozen: each step runs it once, and only the heads have gradients.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxspec.drafters.heads.config import (
+    Connection,
+    Gate,
+    HeadsConfig,
+    Kind,
+    block_config,
+    heads_config,
+    param_shapes,
+)
+from jaxspec.drafters.heads.drafter import Heads
+from jaxspec.drafters.heads.formulas import Params, head_logits
+from jaxspec.errors import SettingError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.options import check_between
+from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
+from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.text_rows import TextBatch, shifted
+from jaxspec.training.texts import Text
+from jaxspec.training.trainer import OnStep, check_positive, make_optimizer, train, weighted_mean
+from jaxspec.types import PyTree
+
+# Loss of a later head counts less: 0.8 in Medusa (2401.10774), 0.7 in Clover-2's release.
+_DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
+_REGRESSION_WEIGHT = 10.0  # weight of Clover-2's SmoothL1, as in its release
+_NOISE = 0.01  # added to matrices that start as the identity
+_TREE_NODES = (4, 16)  # sizes of the static trees that are made from the final measurements
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class HeadsTrainConfig(DrafterTrainConfig):
+    """Settings of `jaxspec train heads`. A setting that is None has the kind's own default, see
+    `heads_config`.
+
+    Attributes:
+      kind: medusa, hydra, clover or clover2.
+      num_heads: number of heads, each of which proposes one token.
+      num_layers: number of residual blocks of each Medusa head, or of layers of the augmenting
+        block.
+      own_heads: Medusa and Hydra: whether every head has its own matrix to the vocabulary, which
+        starts as a copy of the target's.
+      connection: Clover: how a token reaches the next head.
+      gate: Clover and Clover-2: the gate of the attention decoder.
+      block: Clover: which parts of the augmenting block's layers are computed.
+      clip_value: the largest magnitude of each component of the gradient, instead of a global norm
+        of 1 (Clover-2's release: 0.5).
+      branches: several sets of heads from one run: the number of tokens of each, in increasing
+        order, instead of `tokens`; a finished run may be resumed with further ones.
+    """
+
+    kind: Kind
+    num_heads: int | None = None
+    num_layers: int | None = None
+    own_heads: bool = False
+    connection: Connection | None = None
+    gate: Gate | None = None
+    block: Literal["whole", "attention", "none"] | None = None
+    clip_value: float | None = None
+    branches: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_positive(self, "num_heads", "num_layers")
+        if self.clip_value is not None:
+            check_between("clip_value", self.clip_value, 0, math.inf, excludes_least=True)
+        for name, kinds in (
+            ("own_heads", ("medusa", "hydra")),
+            ("num_layers", ("medusa", "clover", "clover2")),
+            ("connection", ("clover",)),
+            ("gate", ("clover", "clover2")),
+            ("block", ("clover",)),
+        ):
+            if getattr(self, name) not in (None, False) and self.kind not in kinds:
+                raise SettingError(
+                    f"{name} was given for {self.kind}; it is a setting of {' and '.join(kinds)}, "
+                    "so leave it out."
+                )
+        if self.num_layers is not None and self.block == "none":
+            raise SettingError(
+                "num_layers was given with block none, which has no layers; leave one of them out."
+            )
+        if self.gate is not None and self.connection not in (None, "attention"):
+            raise SettingError(
+                f"gate was given with connection {self.connection}, which has none; leave one of "
+                "them out."
+            )
+
+    @property
+    def branch_tokens(self) -> tuple[int, ...]:
+        """The branches, if the run has several ends."""
+        return self.branches
+
+    def drafter_config(self, target: ModelConfig) -> HeadsConfig:
+        """The heads that these settings describe."""
+        fields: dict[str, Any] = {"shares_head": not self.own_heads}
+        for name in ("connection", "gate"):
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
+        if self.num_layers is not None and self.kind == "medusa":
+            fields["num_layers"] = self.num_layers
+        elif self.num_layers is not None:
+            fields["block"] = block_config(target, num_layers=self.num_layers)
+        if self.block == "none":
+            fields["block"] = None
+        elif self.block is not None:
+            fields["block_part"] = self.block
+        return heads_config(self.kind, target, num_heads=self.num_heads, **fields)
+
+
+def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Trains heads as `config` says and writes them to `config.out / "heads"`.
+
+    See `trainer.train`. A result also has `kind`, `num_texts` and `num_skipped_texts`, `held_out`
+    (the fields of `HeadAccuracy` of all texts and by domain), `trees` (the choices of the best
+    static tree by its number of nodes) and `tokens_per_round` (with these trees, on the held-out
+    texts), and `heads` (the drafter's directory).
+    """
+    return train(HeadsTask, config, on_step=on_step)
+
+
+def init_heads(
+    config: HeadsConfig, target: ModelConfig, params: Params, key: jax.Array
+) -> dict[str, Any]:
+    """Initial parameters, fp32: heads that add nothing to what they read, and a block of copies of
+    the target's last layer.
+
+    Matrices that read or pass on hidden states start as the identity with noise (Clover, Clover-2's
+    release), those that add something start as zeros, and own heads as copies of the target's
+    (Medusa).
+
+    Args:
+      config: of the heads.
+      target: their target's configuration.
+      params: their target's, not packed.
+      key: the key of the noise.
+    """
+    width = config.width
+    keys = (jax.random.fold_in(key, index) for index in itertools.count())
+    identity = jnp.eye(width, dtype=jnp.float32)
+
+    def uniform(*shape: int) -> jax.Array:
+        return jax.random.uniform(next(keys), shape, jnp.float32, -_NOISE, _NOISE)
+
+    def normal(*shape: int) -> jax.Array:
+        return _NOISE * jax.random.normal(next(keys), shape, jnp.float32)
+
+    made: dict[str, Any] = jax.tree.map(
+        lambda shape: jnp.zeros(shape, jnp.float32), param_shapes(config), is_leaf=decoder.is_shape
+    )
+    if config.block is not None:
+        copied = jax.tree.map(_as_fp32, params["layers"][-1])
+        made["layers"] = (copied,) * config.block.num_layers
+    if config.kind == "clover2":
+        norm = _as_fp32(params["final_norm"])
+        for name in ("first", "connection"):
+            made[name] |= {"norm": norm, "value": uniform(width, width)}
+            made[name] |= {part: identity + uniform(width, width) for part in ("query", "key")}
+        made |= {"norm": norm, "head_norm": norm}
+        made["head"]["weight"] = identity + uniform(width, width)
+        passed_on = jnp.concatenate([identity, jnp.zeros((width, width), jnp.float32)])
+        made["next"]["weight"] = passed_on + uniform(2 * width, width)
+    for connection in made.get("connections", ()):
+        connection["norm"] = jnp.ones((width,), jnp.float32)
+        if config.connection == "attention":
+            # In this order: that of a set would differ from process to process, and the noise too.
+            for part in ("query", "key"):
+                connection[part] = identity + normal(width, width)
+    if not config.shares_head:
+        for own in made["heads"]:
+            own["head"] = _as_fp32(decoder.head_weight(params))
+    return made
+
+
+def heads_loss(
+    config: HeadsConfig,
+    params: Params,
+    target_config: ModelConfig,
+    target_params: Params,
+    batch: TextBatch,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, its accuracy on the
+    labels.
+
+    Medusa, Hydra and Clover: cross entropy of the true tokens, with weight 0.8^k for head k.
+    Clover-2, as in its release: 0.7^k times the cross entropy against the target's distribution,
+    plus ten times the SmoothL1 distance to the target's normed hidden states where it predicts the
+    same token.
+
+    Args:
+      config: of the heads.
+      params: the heads', fp32; the computation is in the target's dtype.
+      target_config: their target's.
+      target_params: not packed.
+      batch: the texts.
+    """
+    target = target_parts(target_config, target_params)
+    features = last_features(target_config, target_params, batch)
+    params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
+    regressed = distribution = None
+    if config.kind == "clover2":
+        regressed = target.final_norm(features)
+        distribution = jax.nn.softmax(target.head(regressed))
+    loss, metrics = jnp.zeros((), jnp.float32), {}
+    for index, made in enumerate(run_heads(config, params, target, features, batch)):
+        logits = head_logits(config, params, target, index, made.hidden)
+        if regressed is None or distribution is None:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, made.labels)
+        else:
+            distance = index + 1  # the target's state there is that before the label
+            losses = optax.softmax_cross_entropy(logits, shifted(distribution, distance))
+            apart = made.hidden - shifted(regressed, distance)
+            smooth = optax.huber_loss(apart.astype(jnp.float32), delta=1.0)
+            losses = losses + jnp.float32(_REGRESSION_WEIGHT) * jnp.mean(smooth, axis=-1)
+        weight = jnp.float32(_DECAY[config.kind] ** index)
+        loss = loss + weight * weighted_mean(losses, made.weights)
+        is_right = (jnp.argmax(logits, axis=-1) == made.labels).astype(jnp.float32)
+        metrics[f"top1/{index}"] = weighted_mean(is_right, made.weights)
+    return loss, {"loss": loss} | metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadsLoss:
+    """`heads_loss` of these heads."""
+
+    heads: HeadsConfig
+    target: ModelConfig
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, batch: TextBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss and the metrics; `frozen` are the target's parameters."""
+        return heads_loss(self.heads, params, self.target, frozen, batch)
+
+
+class HeadsTask(DrafterTask):
+    """Heads for a target."""
+
+    PRODUCT = "heads"
+    settings: HeadsTrainConfig
+
+    def __init__(self, settings: HeadsTrainConfig):
+        super().__init__(settings)
+        self.loss = HeadsLoss(self.config, self.target.config)
+        self.optimizer = make_optimizer(clip_value=settings.clip_value)
+
+    @property
+    def needs(self) -> str:
+        """Enough tokens for every head."""
+        number = self.config.num_heads
+        return f"the {number} tokens after its prompt that {number} heads are trained on"
+
+    def is_usable(self, text: Text) -> bool:
+        """Whether every head has a label: a token of the output that is far enough from the
+        beginning, within a row."""
+        length, number = self.length_of(text), self.config.num_heads
+        return length - len(text.prompt) >= number and length >= number + 2
+
+    def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
+        """Heads that add nothing yet."""
+        return init_heads(self.config, self.target.config, frozen, key)
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """The accuracy of every head."""
+        ranked = self._ranked(self.cast(params), self.split.held_out[:NUM_EVALUATED])
+        top1 = accuracy_of(ranked)["all"].top1
+        return {f"held_out/top1/{index}": share for index, share in enumerate(top1)}
+
+    def drafter(self, params: PyTree) -> Heads:
+        """The heads."""
+        return Heads(self.config, params)
+
+    def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
+        """Accuracy of the heads, and the best static trees."""
+        ranked = self._ranked(params, texts)
+        accuracy, trees = accuracy_of(ranked), best_trees(ranked, _TREE_NODES)
+        return {
+            "kind": self.settings.kind,
+            "held_out": {name: dataclasses.asdict(each) for name, each in accuracy.items()},
+            "trees": {
+                str(nodes): [list(path) for path in tree.choices]
+                for nodes, (tree, _) in trees.items()
+            },
+            "tokens_per_round": {str(nodes): tokens for nodes, (_, tokens) in trees.items()},
+        }
+
+    def _ranked(self, params: PyTree, texts: Sequence[Text]) -> list[RankedText]:
+        target = self.target.config, self.frozen
+        return rank_texts(self.config, params, target, texts, self.settings.sequence_length)
+
+
+def _as_fp32(leaf: jax.Array) -> jax.Array:
+    return jnp.asarray(leaf, jnp.float32)

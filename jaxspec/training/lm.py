@@ -1,0 +1,431 @@
+"""Training of a small language model from text, and distillation of a draft model from it:
+`jaxspec train lm`.
+
+Most tokens are in short rows, which cost less, and the last `long_fraction` of them in rows of the
+full context.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+import pathlib
+import zlib
+from collections.abc import Iterator, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import tokenizers
+
+from jaxspec.errors import SettingError
+from jaxspec.models import decoder
+from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.directories import write_atomically
+from jaxspec.training import checkpoints, data, export
+from jaxspec.training.acceptance import measure_acceptance
+from jaxspec.training.lm_runs import TOKENIZER, Run, load_run, load_teacher, read_tokenizer
+from jaxspec.training.schedule import DECAY_SHARE, Branch
+from jaxspec.training.teacher_states import HiddenStates
+from jaxspec.training.trainer import (
+    OnStep,
+    Task,
+    TrainSettings,
+    check_positive,
+    make_optimizer,
+    train,
+    weighted_mean,
+)
+from jaxspec.types import PyTree
+
+__all__ = [
+    "LmTask",
+    "Run",
+    "TrainConfig",
+    "distillation_loss",
+    "held_out_loss",
+    "load_run",
+    "load_teacher",
+    "train_lm",
+]
+
+_WEIGHT_DECAY = 0.1
+# Weight in the distillation loss of 1 - sum(min(p, q)), which is one minus the acceptance rate; the
+# rest is KL(p || q).
+_TOTAL_VARIATION_WEIGHT = 0.5
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainConfig(TrainSettings):
+    """Settings of `jaxspec train lm`.
+
+    Attributes:
+      out: directory of the run, for checkpoints, tokens, log and, at the end, `model/`, the Hugging
+        Face checkpoint.
+      corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
+        ...}`.
+      domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
+        `stdlib` for the Python standard library's source. By default every directory is a domain.
+      exclude: documents whose "source" contains one of these are left out.
+      branches: several models from one run: the number of tokens of each, in increasing order,
+        instead of `tokens`; a finished run may be resumed with further ones.
+      max_length: the model's context.
+      long_fraction: fraction of the tokens, the last ones, in rows as long as `max_length` and a
+        step allow; at most the sixth over which the learning rate falls.
+      vocab_size: number of entries of the tokenizer; ignored if it is taken from a teacher.
+      width: E.
+      feed_forward_width: F.
+      num_layers: L.
+      num_query_heads: Q.
+      num_kv_heads: K.
+      head_size: H.
+      epochs: most passes over the text of a domain; None sets no limit.
+      teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
+        tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate.
+      teacher_states: file for the teacher's hidden states by row, shared by runs with the same
+        teacher, texts and seed: the teacher takes two thirds of the training time of a small draft
+        model.
+      evaluate_tokens: held-out tokens per domain.
+    """
+
+    FREE: ClassVar[tuple[str, ...]] = (
+        *TrainSettings.FREE,
+        "corpora",
+        "teacher",
+        "teacher_states",
+        "epochs",
+        "evaluate_tokens",
+    )
+
+    corpora: pathlib.Path
+    domains: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    branches: tuple[int, ...] = ()
+    tokens: int = 6_500_000
+    sequence_length: int = 256
+    max_length: int = 1024
+    long_fraction: float = 0.12
+    vocab_size: int = 4096
+    width: int = 256
+    feed_forward_width: int = 640
+    num_layers: int = 8
+    num_query_heads: int = 4
+    num_kv_heads: int = 2
+    head_size: int = 64
+    epochs: int | None = None
+    learning_rate: float = 2.5e-3
+    teacher: str | None = None
+    teacher_states: pathlib.Path | None = None
+    evaluate_every: int = 250
+    evaluate_tokens: int = 16_384
+
+    def __post_init__(self):
+        check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
+        super().__post_init__()
+        self.model_config(self.vocab_size)  # raises for sizes that make no model
+        if self.sequence_length > self.max_length:
+            raise SettingError(
+                f"sequence_length {self.sequence_length} exceeds max_length {self.max_length}; "
+                "lower the first or raise the second."
+            )
+        if not 0 <= self.long_fraction <= DECAY_SHARE:
+            raise SettingError(f"long_fraction is {self.long_fraction}; it must lie in [0, 1/6].")
+        if self.teacher_states is not None and self.teacher is None:
+            raise SettingError(
+                "teacher_states was given without a teacher; leave it out, or give one."
+            )
+
+    @property
+    def branch_tokens(self) -> tuple[int, ...]:
+        """The branches, if the run has several ends."""
+        return self.branches
+
+    @property
+    def long_rows(self) -> int:
+        """How many times `sequence_length` a long row has: the most that the context holds and a
+        step consists of."""
+        most = min(self.num_rows, self.max_length // self.sequence_length)
+        return max(times for times in range(1, most + 1) if self.num_rows % times == 0)
+
+    def num_long_steps(self, end: Branch | None) -> int:
+        """How many of the last steps before an end have long rows."""
+        return 0 if end is None else round(self.long_fraction * end.num_steps)
+
+    def model_config(self, vocab_size: int) -> ModelConfig:
+        """The Qwen3 architecture that these settings describe."""
+        return ModelConfig(
+            family="qwen3",
+            vocab_size=vocab_size,
+            width=self.width,
+            feed_forward_width=self.feed_forward_width,
+            num_layers=self.num_layers,
+            num_query_heads=self.num_query_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_size=self.head_size,
+            max_length=self.max_length,
+            norm_epsilon=1e-6,
+            rope=RopeConfig(theta=1e4, rotary_size=self.head_size),
+            has_qk_norm=True,
+            is_tied=True,
+        )
+
+
+def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str, Any]:
+    """Trains a model as `config` says and writes it to `config.out / "model"`.
+
+    See `trainer.train`. A result also has `held_out_loss` per domain (nats per token), `model` (the
+    Hugging Face directory) and, with a teacher, `acceptance` per domain, the fields of
+    `TextAcceptance`.
+    """
+    return train(LmTask, config, on_step=on_step)
+
+
+# Losses
+
+
+class LmBatch(NamedTuple):
+    """The rows of a step, and the teacher's last hidden states `[B, T, E]` for them, if there is
+    one."""
+
+    rows: data.Batch
+    teacher_hidden: np.ndarray | None
+
+
+@dataclasses.dataclass(frozen=True)
+class LmLoss:
+    """The loss of a batch: cross entropy of the labels, or distance to the teacher, whose
+    parameters are `frozen`."""
+
+    model: ModelConfig
+    teacher: ModelConfig | None
+
+    def __call__(
+        self, params: PyTree, frozen: PyTree, batch: LmBatch
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The loss, and the metrics `loss` and, with a teacher, `acceptance`."""
+        rows = batch.rows
+        logits = decoder.training_logits(self.model, params, rows.inputs, rows.segments)
+        if self.teacher is None:
+            losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
+            loss = weighted_mean(losses, rows.weights)
+            return loss, {"loss": loss}
+        theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
+        loss, acceptance = distillation_loss(
+            logits, theirs, rows.weights, total_variation_weight=_TOTAL_VARIATION_WEIGHT
+        )
+        return loss, {"loss": loss, "acceptance": acceptance}
+
+
+def distillation_loss(
+    logits: jax.Array,
+    teacher_logits: jax.Array,
+    weights: jax.Array,
+    *,
+    total_variation_weight: float,
+) -> tuple[jax.Array, jax.Array]:
+    """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
+    `[B, T]`.
+
+    The loss mixes KL(p || q) with the total variation distance, which is one minus the acceptance
+    rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec, 2310.08461).
+    """
+    log_p = jax.nn.log_softmax(teacher_logits)
+    log_q = jax.nn.log_softmax(logits)
+    p = jnp.exp(log_p)
+    divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
+    acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
+    share = total_variation_weight
+    return (1 - share) * divergence + share * (1 - acceptance), acceptance
+
+
+def held_out_loss(
+    model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
+) -> float:
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any."""
+    sums = functools.partial(_LOSS_SUMS, model, params)
+    loss, weight = data.add_up(sums, windows, end_of_text, 2)
+    return loss / weight if weight else math.nan
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
+    logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
+    losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
+    return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _last_hidden(teacher: ModelConfig, params: PyTree, batch: data.Batch) -> jax.Array:
+    last = (teacher.num_layers,)
+    features = decoder.training_features(teacher, params, batch.inputs, batch.segments, last)
+    return features[:, :, 0]
+
+
+_LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
+_LAST_HIDDEN = Program(_last_hidden, "the teacher's hidden states", shapes_vary=True)
+
+
+# The task
+
+
+class LmTask(Task):
+    """A small language model, its texts and perhaps its teacher."""
+
+    PRODUCT = "model"
+    settings: TrainConfig
+
+    def __init__(self, settings: TrainConfig):
+        super().__init__(settings)
+        teacher = None if settings.teacher is None else load_teacher(settings.teacher)
+        self._domains = [data.Domain.parse(text) for text in settings.domains]
+        self._domains = self._domains or data.discover_domains(settings.corpora)
+        self._tokenizer, self._streams, self._held_out = _prepare(
+            settings, self._domains, None if teacher is None else teacher.tokenizer
+        )
+        self._end_of_text = data.end_of_text_id(self._tokenizer)
+        # A teacher's vocabulary may be padded beyond its tokenizer's.
+        self._model = settings.model_config(
+            self._tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
+        )
+        self._teacher = teacher
+        self.loss = LmLoss(self._model, None if teacher is None else teacher.config)
+        self.frozen = () if teacher is None else teacher.params
+        self.optimizer = make_optimizer(weight_decay=_WEIGHT_DECAY)
+        self.about = {"model": self._model.to_json()}
+        self.fingerprint = settings.decisive() | {
+            "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in self._streams],
+            "teacher_checksum": None if teacher is None else checkpoints.checksum(teacher.params),
+        }
+        ends = settings.ends()
+        self._plan = self._plan_rows(ends[-1].num_steps, times=1, seed=(settings.seed,))
+        self._check_epochs()
+        num_long = settings.num_long_steps(ends[-1])
+        times = settings.long_rows if num_long else 1
+        self._long_plan = self._plan_rows(num_long, times=times, seed=(settings.seed, 1))
+        self._states = self._hidden
+        if settings.teacher_states is not None and teacher is not None:
+            decisive = ("seed", "domains", "sequence_length", "token_checksums", "teacher_checksum")
+            self._states = HiddenStates(
+                settings.teacher_states,
+                shape=(settings.num_rows, settings.sequence_length, teacher.config.width),
+                origin={name: self.fingerprint[name] for name in decisive},
+                compute=self._hidden,
+            )
+
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
+        """Whether it is a Hugging Face checkpoint."""
+        return export.is_hugging_face(product)
+
+    def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
+        """A random model."""
+        return decoder.init_params(self._model, key, jnp.float32)
+
+    def batch(self, index: int, end: Branch | None) -> LmBatch:
+        """The rows of a step, which are long in the last steps before an end."""
+        first_long = math.inf if end is None else end.num_steps - self.settings.num_long_steps(end)
+        if index < first_long:
+            hidden = None if self._teacher is None else self._states(index)
+            return LmBatch(self._rows(self._plan, index), hidden)
+        rows = self._rows(self._long_plan, int(index - first_long))
+        return LmBatch(rows, None if self._teacher is None else self._hidden_of(rows))
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """The held-out losses."""
+        losses = self._held_out_losses(params, self.settings.sequence_length)
+        return {f"held_out/{name}": loss for name, loss in losses.items()}
+
+    def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
+        """Writes the Hugging Face checkpoint."""
+        settings = self.settings
+        length = settings.max_length if settings.long_fraction else settings.sequence_length
+        figures: dict[str, Any] = {
+            "held_out_loss": self._held_out_losses(params, length),
+            "model": str(out / self.PRODUCT),
+        }
+        if self._teacher is not None:
+            pair = (self._teacher.config, self._teacher.params), (self._model, params)
+            figures["acceptance"] = {
+                name: dataclasses.asdict(measure_acceptance(*pair, windows, self._end_of_text))
+                for name, windows in self._windows(length)
+            }
+        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
+        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
+        return figures
+
+    def _plan_rows(self, num_steps: int, *, times: int, seed: tuple[int, ...]) -> data.Plan:
+        """Rows of so many times `sequence_length`."""
+        return data.plan_rows(
+            [len(stream) for stream in self._streams],
+            [domain.weight for domain in self._domains],
+            num_steps=num_steps,
+            num_rows=self.settings.num_rows // times,
+            length=self.settings.sequence_length * times,
+            seed=seed,
+        )
+
+    def _check_epochs(self) -> None:
+        """Raises `SettingError` if a domain has too little text."""
+        if (epochs := self.settings.epochs) is None:
+            return
+        for index, (domain, stream) in enumerate(zip(self._domains, self._streams, strict=True)):
+            needed = self._plan.length * int(np.sum(self._plan.stream == index))
+            if needed > epochs * len(stream):
+                raise SettingError(
+                    f"A run of {self.settings.ends()[-1].tokens} tokens takes {needed} of the "
+                    f"domain {domain.name}, which has {len(stream)}; give it more text or a lower "
+                    f"weight, or set epochs to {-(-needed // len(stream))} to let it be read so "
+                    "often."
+                )
+
+    def _rows(self, plan: data.Plan, index: int) -> data.Batch:
+        return data.pack(data.cut(plan, self._streams, index), self._end_of_text)
+
+    def _hidden(self, index: int) -> np.ndarray:
+        """The teacher's last hidden states `[B, T, E]` of a step's short rows."""
+        return self._hidden_of(self._rows(self._plan, index))
+
+    def _hidden_of(self, rows: data.Batch) -> np.ndarray:
+        assert self._teacher is not None
+        return np.asarray(_LAST_HIDDEN(self._teacher.config, self._teacher.params, rows))
+
+    def _windows(self, length: int) -> Iterator[tuple[str, np.ndarray]]:
+        """Held-out windows of every domain."""
+        for domain, stream in zip(self._domains, self._held_out, strict=True):
+            most, count = min(length, len(stream) - 1), self.settings.evaluate_tokens
+            yield domain.name, data.held_out_windows(stream, most, count)
+
+    def _held_out_losses(self, params: PyTree, length: int) -> dict[str, float]:
+        return {
+            name: held_out_loss(self._model, params, windows, self._end_of_text)
+            for name, windows in self._windows(length)
+        }
+
+
+def _prepare(
+    settings: TrainConfig, domains: Sequence[data.Domain], tokenizer: tokenizers.Tokenizer | None
+) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
+    """Tokenizer, and per domain the training and the held-out token stream; without a teacher's
+    tokenizer, one is trained."""
+    out = settings.out
+    splits = [data.read_documents(each, settings.corpora, settings.exclude) for each in domains]
+    texts = [[[text for _, text in part] for part in split] for split in splits]
+    out.mkdir(parents=True, exist_ok=True)
+    saved = out / TOKENIZER
+    if tokenizer is None and settings.resume and saved.is_file():
+        tokenizer = read_tokenizer(saved)
+    if tokenizer is None:
+        to_train = itertools.chain.from_iterable(train for train, _ in texts)
+        tokenizer = data.train_tokenizer(to_train, settings.vocab_size)
+    write_atomically(saved, tokenizer.to_str(pretty=True).encode())
+    streams, held_out = [], []
+    for domain, (train_texts, held_out_texts) in zip(domains, texts, strict=True):
+        stem = out / "tokens" / domain.name
+        streams.append(data.write_tokens(stem.with_suffix(".train"), train_texts, tokenizer))
+        held_out.append(data.write_tokens(stem.with_suffix(".held_out"), held_out_texts, tokenizer))
+    return tokenizer, streams, held_out

@@ -1,0 +1,709 @@
+"""The tables of figures on the pages, made from the result files: `python -m tests.page_tables`.
+
+A table stands on a page below a line `<!-- table: NAME -->`, NAME a function of this module.
+"""
+
+import functools
+import json
+import pathlib
+import re
+
+from jaxspec.audit.controls.faults import FAULTS
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "docs" / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+TABLES = {}  # by name: the files, a function of their documents, and how they were made
+
+
+def of(*files, how="Measured"):
+    """Enters a function of the documents of `files`, which returns a table's header and rows."""
+
+    def enter(function):
+        TABLES[function.__name__] = files, function, how
+        return function
+
+    return enter
+
+
+# ------------------------------------------------------------------------------------- the pages
+
+PLACE = re.compile(
+    r"<!-- table: (\w+) -->\n(?:\n(?:\|.*\n)+)?(?:\n(?:Measured|Predicted) at .*\n)?"
+)
+
+
+def rewritten(page):
+    """The text of a page with its tables made anew."""
+    text = page.read_text(encoding="utf-8")
+    folder = "docs/results" if page.parent == ROOT else "results"
+    return PLACE.sub(lambda found: rendered(found[1], folder), text)
+
+
+def rendered(name, folder):
+    """A table below its name, and the line below it: at which commit and where it was measured."""
+    files, function, how = TABLES[name]
+    header, rows = function(*map(document, files))
+    first, *lines = (" | ".join(["", *line, ""]).strip() for line in [header, *rows])
+    table = "\n".join([first, "|" + "---|" * len(header), *lines])
+    table = re.sub(r"(?<=\|) +(?=\|)", " ", table)
+    places = {}
+    for each in files:
+        places.setdefault(each.partition("#")[0], []).append(origin(each, how))
+    origins = ", and at ".join(
+        f"{' and at '.join(dict.fromkeys(each))} ([{pathlib.Path(file).name}]({folder}/{file}))"
+        for file, each in places.items()
+    )
+    return f"<!-- table: {name} -->\n\n{table}\n\n{how} at {origins}.\n"
+
+
+@functools.cache
+def document(name):
+    """That of a file; of `FILE#PART`, a part of its measurements."""
+    file, _, part = name.partition("#")
+    found = json.loads((RESULTS / file).read_text(encoding="utf-8"))
+    return found["measurements"][part] if part else found
+
+
+def origin(name, how):
+    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels```; without the machine for what
+    was predicted, which does not depend on it."""
+    devices, commit = document(name)["devices"], document(name)["commit"]
+    model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
+    kernels = devices.get("kernels_family") or devices["kernels"]
+    machine = f" on {devices['cpu_count']} cores{model}, {kernels} kernels"
+    changed = ", with changes," if commit.endswith("+") else ""
+    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''}"
+
+
+def main():
+    for page in PAGES:
+        page.write_text(rewritten(page), encoding="utf-8")
+
+
+# --------------------------------------------------------------------------------------- figures
+
+
+def one(records, **wanted):
+    """The only record with these values."""
+    [found] = [record for record in records if wanted.items() <= record.items()]
+    return found
+
+
+def times(ratio):
+    return f"{ratio:.2f}x"
+
+
+def ms(value):
+    return f"{value:.2f} ms" if value < 10 else f"{value:.1f} ms"
+
+
+def shares(values):
+    """E.g. `.568 .485`."""
+    return " ".join(share(value) for value in values)
+
+
+def share(value):
+    return f"{value:.3f}".removeprefix("0")
+
+
+def interval(found, form="+.2f"):
+    return f"{found['value']:{form}} [{found['low']:{form}}, {found['high']:{form}}]"
+
+
+def batches(sizes):
+    return ["", *(f"batch {size}" for size in sizes)]
+
+
+# ---------------------------------------------------------------------------------------- README
+
+
+@of("decode-avx512-cpu.json", "decode-avx512-amd-cpu.json")
+def speed(xeon, epyc):
+    sizes = 1, 4, 8
+    runs = [found["runs"] + found["adaptive"] for found in (xeon, epyc)]
+    plain = [one(runs[0], drafter="none", batch_size=size) for size in sizes]
+    rows = [["plain", *(f"{run['tokens_per_s']:,.0f}" for run in plain)]]
+    for length in (2, 4, "auto"):
+        row = [f'`draft_length="{length}"`' if length == "auto" else f"`draft_length={length}`"]
+        for size in sizes:
+            own, *other = (one(found, draft_length=length, batch_size=size) for found in runs)
+            # The EPYC measured an earlier controller.
+            shown = [own] if length == "auto" else [own, *other]
+            ratios = ", ".join(times(run["speedup_vs_plain"]) for run in shown)
+            row.append(f"{own['tokens_per_s']:,.0f} ({ratios})")
+        rows.append(row)
+    return batches(sizes), rows
+
+
+@of("heads-cpu.json", "heads-speed-cpu.json")
+def drafters(accepted, timed):
+    def row(label, reads, name, speed_name):
+        found = [f"tree {emitted(accepted, name, nodes):.2f}" for nodes in (4, 16)]
+        if name == "n-gram":
+            found = [each.removeprefix("tree ") for each in found]
+        if name == "draft model, tree":
+            chains = (emitted(accepted, "draft model, chain", nodes) for nodes in (4, 16))
+            found = [f"{chain:.2f}, {tree}" for chain, tree in zip(chains, found, strict=True)]
+        speeds = (one(timed["speeds"], drafter=speed_name, batch_size=size) for size in (1, 8))
+        return [label, reads, *found, ", ".join(times(each["speedup"]) for each in speeds)]
+
+    own = "the target's hidden states, and its own earlier proposals"
+    return ["", "what it reads", "drafts of 4", "drafts of 16", "speed at batch 1, 8"], [
+        row("[`DraftModel`](docs/trees.md)", "tokens; a model of its own", "draft model, tree",
+            "draft model"),
+        row("[`Heads`](docs/heads.md): Clover", own, "clover", "clover, 4"),
+        row("Hydra", "the same", "hydra", "hydra, 4"),
+        row("Clover-2", "the same", "clover-2", "clover-2, 4"),
+        row("Medusa", "the target's hidden states", "medusa", "medusa, 4"),
+        row("`NGram`", "the text so far; no parameters", "n-gram", "n-gram"),
+    ]  # fmt: skip
+
+
+def emitted(found, name, nodes):
+    return one(found["acceptance"], drafter=name, num_nodes=nodes)["emitted_per_round"]
+
+
+# --------------------------------------------------------------------------------------- kernels
+
+
+@of("kernels-cpu.json")
+def kernels(found):
+    rows = []
+    for dtype in ("float32", "bfloat16"):
+        for size in (1, 8):
+            for window, context in ((1, 80), (5, 1000)):
+                wanted = {"dtype": dtype, "batch_size": size, "window": window, "context": context}
+                cell = one(found["results"], **wanted)
+                figures = (cell[name] for name in ("xla_ms", "native_ms", "ratio"))
+                given = (short(dtype), str(size), str(window), str(context))
+                rows.append([*given, *(f"{figure:.2f}" for figure in figures)])
+    return ["dtype", "batch", "tokens", "context", "XLA", "C++", "ratio"], rows
+
+
+def short(dtype):
+    return {"float32": "fp32", "bfloat16": "bf16"}[dtype]
+
+
+REAL_SIZE = {
+    "bf16, AMX": "AMX",
+    "fp32, AMX": "AMX",
+    "bf16, AVX2": "AVX2",
+    "fp32, AVX2": "AVX2",
+    "bf16, AVX512-BF16 on AMD": "AVX512-BF16",
+    "bf16, AVX-512 on Intel": "AVX-512",
+}
+
+
+@of(*(f"decode-635m-cpu.json#{part}" for part in REAL_SIZE))
+def real_size(*found):
+    rows = []
+    for processor, each in zip(REAL_SIZE.values(), found, strict=True):
+        for size in each["config"]["batch_sizes"]:
+            pair = one(each["against"], hf="hf greedy", ours="plain", batch_size=size)
+            drafted = one(each["runs"], draft_length=4, batch_size=size)
+            rates = (f"{pair[name]:.1f}" for name in ("hf_tokens_per_s", "tokens_per_s"))
+            gains = (times(drafted[name]) for name in ("speedup_vs_plain", "speedup_of_rounds"))
+            ratios = f"{min(pair['ratios']):.2f} to {max(pair['ratios']):.2f}"
+            ratio = f"{pair['ratio_to_hf']:.2f} ({ratios})"
+            dtype = short(each["config"]["dtype"])
+            rows.append([processor, dtype, str(size), *rates, ratio, *gains])
+    gains = "speculation, whole run", "speculation, rounds alone"
+    return ["", "dtype", "batch", "transformers", "plain", "ratio", *gains], rows
+
+
+@of("kv-cpu.json")
+def kv_in_int8(found):
+    rows = []
+    for dtype in ("bfloat16", "float32"):
+        for window, context in ((1, 80), (1, 1000), (5, 1000)):
+            cell = one(found["results"], dtype=dtype, window=window, context=context)
+            figures = (f"{cell[name]:.2f}" for name in ("own_ms", "int8_ms", "ratio"))
+            rows.append([short(dtype), str(window), str(context), *figures])
+    return ["dtype", "tokens", "context", "its own KV", "int8 KV", "ratio"], rows
+
+
+# ---------------------------------------------------------------------------------------- memory
+
+
+@of("memory-cpu.json")
+def memory_of_chats(found):
+    header = ["", "without weights", "tokens/s", "speed", "equal turns", "less",
+              "less, without draft prompt logits"]  # fmt: skip
+
+    def mib(num_bytes):
+        return f"{num_bytes / 2**20:.1f} MiB"
+
+    baseline = mib(found["baseline_bytes"]["generation_bytes"])
+    rows = [["baseline policy, reckoned", baseline, "", "", "", "", ""]]
+    for label, name in (
+        ("engine without a budget", "without a budget"),
+        ("the plan, `--keep 0.96`", "plan"),
+        ("a plan with int8 KV of the target", "plan, int8 KV"),
+    ):
+        run = one(found["results"], name=name)
+        rows.append([
+            label, mib(run["generation_bytes"]), f"{run['tokens_per_s']:,.0f}",
+            f"{run['speed']:.2f}", f"{run['num_equal_turns']} of {run['num_turns']}",
+            f"{100 * run['less_than_baseline']:.0f} %",
+            f"{100 * run['less_without_draft_logits']:.0f} %",
+        ])  # fmt: skip
+    return header, rows
+
+
+# ----------------------------------------------------------------------------------------- heads
+
+
+def accuracy(found, names):
+    """A line per kind of heads, then the drafters that have no heads."""
+    header = ["@1, first to fourth head", "@5, first to fourth head", "tokens per round, 4 nodes"]
+    rows = []
+    for label, name in names.items():
+        heads = [each for each in found["accuracy"] if each["heads"] == name]
+        top = [shares(one(heads, domain="all")[top]) for top in ("top1", "top5")] if heads else []
+        per_round = (f"{emitted(found, name, nodes):.2f}" for nodes in (4, 16))
+        rows.append([label, *(top or ["", ""]), *per_round])
+    return ["", *header, "16 nodes"], rows
+
+
+OF_DRAFT_MODEL = {
+    "draft model, chain": "draft model, chain",
+    "draft model, tree": "draft model, tree",
+}
+
+
+@of("heads-cpu.json")
+def four_kinds(found):
+    kinds = {"Medusa": "medusa", "Hydra": "hydra", "Clover": "clover", "Clover-2": "clover-2"}
+    (first, *header), rows = accuracy(found, kinds | OF_DRAFT_MODEL | {"n-gram": "n-gram"})
+    params = [f"{found['num_params'][name] / 1e6:.2f} M" for name in kinds.values()]
+    params += ["0.82 M", "0.82 M", ""]  # the draft model's, which models.md has
+    rows = [[label, size, *row] for (label, *row), size in zip(rows, params, strict=True)]
+    return [first, "parameters", *header], rows
+
+
+@of("heads-ablations-cpu.json")
+def ablations(found):
+    return accuracy(found, {
+        "Clover": "clover",
+        "an MLP instead of the attention decoder": "mlp",
+        "no regressive connection": "no-connection",
+        "no augmenting block": "no-block",
+        "Medusa": "medusa",
+    })  # fmt: skip
+
+
+@of("heads-curve-cpu.json")
+def learning_curve(found):
+    names = {"250,000": "clover-250k", "500,000": "clover-500k", "1,000,000": "clover-1M",
+             "2,000,000": "clover-2M"}  # fmt: skip
+    (_, *header), rows = accuracy(found, names | OF_DRAFT_MODEL)
+    return ["training tokens", *header], rows
+
+
+@of("heads-speed-cpu.json")
+def costs_of_heads(found):
+    header = ["", "draft stage, batch 1", "over the target's pass",
+              "a level over a draft model's step", "draft stage, batch 8",
+              "after the round, batch 1, 8"]  # fmt: skip
+    rows = []
+    for label, name in {
+        "draft model, chain of 4": "draft model, chain",
+        "Medusa": "medusa",
+        "Hydra": "hydra",
+        "Clover": "clover",
+        "Clover-2": "clover-2",
+        "Clover, 2 M tokens (the same work as Clover)": "clover-2M",
+    }.items():
+        first, eighth = (one(found["costs"], drafter=name, batch_size=size) for size in (1, 8))
+        levels = " (one level)" if first["num_levels"] == 1 else ""
+        both = [[each[key] for each in (first, eighth)]
+                for key in ("level_over_draft_step", "commit_ms")]  # fmt: skip
+        rows.append([
+            label, f"{ms(first['draft_ms'])}{levels}",
+            f"{first['draft_share']:.2f}",
+            ", ".join(f"{ratio:.1f}" for ratio in both[0]), ms(eighth["draft_ms"]),
+            ", ".join(f"{each:.2f}" for each in both[1]) + " ms",
+        ])  # fmt: skip
+    return header, rows
+
+
+@of("heads-costs-cpu.json")
+def costs_without_training(found):
+    def cells(records, ratio, quartiles):
+        pairs = ((record[ratio], *record[quartiles]) for record in records)
+        return [f"{ratio:.2f} ({low:.2f} to {high:.2f})" for ratio, low, high in pairs]
+
+    chain, tree = (
+        [one(found["costs"], drafter=name, batch_size=size) for size in (1, 8)]
+        for name in ("random:clover, chain", "random:clover")
+    )
+    level = "level_over_draft_step", "level_quartiles"
+    return ["over one step of the draft model", "batch 1", "batch 8"], [
+        ["a step of a chain of heads, one node as the draft model's step has",
+         *cells(chain, *level)],
+        ["a level of a tree, up to three nodes", *cells(tree, *level)],
+        ["a round with the target's hidden states handed out, over one without",
+         *cells(found["taps"], "ratio", "quartiles")],
+    ]  # fmt: skip
+
+
+def speed_ups(found, sizes, names, *, key="drafter", plain="plain, tokens per second"):
+    """Rates of plain decoding, then a line of speed-ups for each label's drafters."""
+
+    def cell(name, size):
+        return one(found["speeds"], **{key: name, "batch_size": size})
+
+    rows = [[plain, *(f"{cell('plain', size)['tokens_per_s']:,.0f}" for size in sizes)]]
+    for label, drafters in names.items():
+        rows.append([label, *("; ".join(times(cell(name, size)["speedup"]) for name in drafters)
+                              for size in sizes)])  # fmt: skip
+    return rows
+
+
+@of("heads-speed-cpu.json")
+def speeds_of_heads(found):
+    sizes = 1, 4, 8
+    names = {"draft model, chain of 4": ["draft model"], "n-gram": ["n-gram"]}
+    for label, name in {
+        "Medusa, 4 nodes; `auto`": "medusa",
+        "Hydra": "hydra",
+        "Clover": "clover",
+        "Clover-2": "clover-2",
+        "Clover, 2 M tokens": "clover-2M",
+    }.items():
+        names[label] = [f"{name}, 4", f"{name}, auto"]
+    return batches(sizes), speed_ups(found, sizes, names)
+
+
+@of("heads-speed-cpu.json", how="Predicted")
+def predicted_heads(found):
+    kinds = {"Medusa": "medusa", "Hydra": "hydra", "Clover": "clover", "Clover-2": "clover2"}
+    rows = []
+    for label, target in {
+        "Vicuna-7B, 68M": "vicuna-7b",
+        "Qwen3-8B, 0.6B": "qwen3-8b",
+        "GLM-4-9B, 0.6B": "glm-4-9b",
+    }.items():
+        cells = [label]
+        for kind in kinds.values():
+            each = one(found["predicted"], target=target, kind=kind, batch_size=1)
+            block = f" ({each['block_ms']:.2f})" if each["block_ms"] else ""
+            cells.append(f"{each['heads_ms']:.2f}{block} ms")
+        rows.append([*cells, f"{each['draft_model_ms']:.2f} ms", f"{each['target_ms']:.1f} ms"])
+    return ["target, draft model", *kinds, "draft model", "target's pass"], rows
+
+
+# ------------------------------------------------------------------------------------- FlexDraft
+
+
+@of("flexdraft-cpu.json")
+def flexdraft_by_domain(found):
+    domains = "fairy_tales", "math", "code", "tech_docs"
+    rows = []
+    for label, name in {
+        "FlexDraft, 7 drafts at most": "FlexDraft",
+        "n-gram": "n-gram",
+        "draft model": "draft model",
+    }.items():
+        own = one(found["acceptance"], drafter=name)
+        each = [own["emitted_per_round"], *(own["by_domain"][domain] for domain in domains)]
+        rows.append([label, *(f"{value:.2f}" for value in each)])
+    return ["", "all", "fairy tales", "math", "code", "technical documents"], rows
+
+
+@of("flexdraft-cpu.json")
+def flexdraft_parts(found):
+    def gain(change):
+        if change is None:
+            return ""
+        low, high = (f"{change[end]:+.2f}".replace("+0.00", "0.00") for end in ("low", "high"))
+        return f"{change['mean']:+.2f} [{low} .. {high}]"
+
+    header = ["", "tokens per round", "gain over the line before, mean over prompts",
+              "verified drafts per round", "speed over plain decoding",
+              "gain over the line before"]  # fmt: skip
+    return header, [
+        [each["parts"], f"{each['emitted_per_round']:.2f}", gain(each["emitted_gain"]),
+         f"{each['drafted_per_round']:.2f}", times(each["speedup"]["mean"]),
+         gain(each["speedup_gain"])]
+        for each in found["ablation"]
+    ]  # fmt: skip
+
+
+@of("flexdraft-cpu.json")
+def flexdraft_rounds(found):
+    header = ["time of a round", "plain", "parallel, 3 drafts", "sequential, 3 drafts",
+              "parallel, 7", "sequential, 7"]  # fmt: skip
+    rows = []
+    for size in (1, 4, 8):
+        three, seven = (one(found["rounds"], batch_size=size, draft_length=n) for n in (3, 7))
+        figures = (three[name] for name in ("plain_ms", "parallel_ms", "sequential_ms"))
+        figures = *figures, seven["parallel_ms"], seven["sequential_ms"]
+        rows.append([f"batch {size}", *map(ms, figures)])
+    return header, rows
+
+
+@of("flexdraft-speed-cpu.json")
+def flexdraft_speeds(found):
+    sizes = 1, 2, 4, 8, 16
+    names = {
+        "parallel, 3 drafts": ["parallel"],
+        "sequential, 3 drafts": ["sequential"],
+        '`draft_length="auto"`': ["auto"],
+    }
+    header = ["speed-up over plain decoding", "batch 1", *map(str, sizes[1:])]
+    return header, speed_ups(found, sizes, names)
+
+
+# ----------------------------------------------------------------------------------------- trees
+
+
+def trees_beside_chains(found):
+    def cells(nodes, verifier="coupled", temperature=0.0):
+        own = [each for each in found["acceptance"] if each["num_nodes"] == nodes
+               and each["verifier"] == verifier and each["temperature"] == temperature]  # fmt: skip
+        by_tree = {each["tree"]: each for each in own}
+        trees = [by_tree.get(tree) for tree in ("chain", "static", "beam")]
+        best = trees[2] or trees[1]
+        ratio = f"{best['over_chain']:.2f}" + ("" if trees[2] else " (static)")
+        return [*(f"{tree['emitted_per_round']:.2f}" if tree else "" for tree in trees), ratio]
+
+    sampled = "16, temperature 0.8"
+    header = ["nodes", "chain", "best static tree", "beam tree", "beam over chain"]
+    return header, [
+        *([str(nodes), *cells(nodes)] for nodes in (4, 8, 12, 16)),
+        [f"{sampled}, `Coupled`", *cells(16, temperature=0.8)],
+        [f"{sampled}, `Rejection`", *cells(16, "rejection", 0.8)],
+    ]
+
+
+TABLES["trees"] = ("trees-cpu.json",), trees_beside_chains, "Measured"
+TABLES["trees_held_out"] = ("trees-held-out-cpu.json",), trees_beside_chains, "Measured"
+
+
+@of("trees-speed-cpu.json")
+def speeds_of_trees(found):
+    sizes = 1, 2, 4, 8
+    names = {name: [name] for name in ("chain of 2", "chain of 4", "tree of 8", "tree of 16")}
+    names['`draft_length="auto"` on the tree of 16'] = ["auto"]
+    return batches(sizes), speed_ups(found, sizes, names, key="drafts")
+
+
+# ---------------------------------------------------------------------- draft length, verifiers
+
+
+@of("study-cpu/study.json")
+def whole_curve(found):
+    sizes = found["config"]["batch_sizes"]
+    cells = [found["cells"][f"decode-ragged-continuous-speculative-b{size}"] for size in sizes]
+    length = found["config"]["draft_length"]
+    return ["batch size", *map(str, sizes)], [
+        ["plain decoding", *(f"{cell['plain_tokens_per_s']:,.0f}" for cell in cells)],
+        [f"draft length {length}, `bitwise`", *(f"{cell['tokens_per_s']:,.0f}" for cell in cells)],
+    ]
+
+
+@of("demo-cpu.json")
+def demo(found):
+    rows = []
+    for size in (1, 8):
+        plain = one(found["runs"], label="plain", batch_size=size)
+        drafted = (one(found["runs"], label=name, batch_size=size)
+                   for name in ("draft model", "n-gram"))  # fmt: skip
+        rows.append([str(size), f"{plain['tokens_per_s']:,.0f}", *(
+            f"{run['tokens_per_s']:,.0f} ({times(run['speedup_vs_plain'])}), "
+            f"{run['emitted_per_round']:.2f}" for run in drafted
+        )])  # fmt: skip
+    return ["batch size", "plain", "draft model", "n-gram"], rows
+
+
+@of("verifiers-cpu.json")
+def acceptance_of_verifiers(found):
+    domains = {"fairy tales": "fairy_tales", "math": "math", "code": "code", "docs": "tech_docs",
+               "all": "all"}  # fmt: skip
+    rows = []
+    for label, name in {
+        "`Coupled()`": "coupled",
+        "`Coupled(is_noise_shared=False)`": "coupled:independent",
+        "`Rejection()`": "rejection",
+        "`Block()`": "block",
+        "`Typical()`, lossy": "typical (lossy)",
+    }.items():
+        own = (one(found["results"], verifier=name, domain=each) for each in domains.values())
+        rows.append([label, *(f"{each['emitted_per_round']:.2f} "
+                              f"({each['accepted_per_tested']:.2f})" for each in own)])  # fmt: skip
+    overlaps = (one(found["results"], verifier="rejection", domain=each)["sum_min_p_q"]
+                for each in domains.values())  # fmt: skip
+    rows.append(["sum of min(p, q)", *(f"{overlap:.2f}" for overlap in overlaps)])
+    return ["", *domains], rows
+
+
+# ------------------------------------------------------------------ exactness, sessions, the study
+
+
+@of("controls-cpu.json")
+def controls(found):
+    rows = []
+    for name, fault in FAULTS.items():
+        control = one(found["controls"], name=name)
+        answers = ("yes" if control["caught"] else "no",
+                   "passes" if control["healthy_passes"] else "fails")  # fmt: skip
+        rows.append([name.replace("_", " "), fault.source, fault.invariant, *answers])
+    return ["fault", "as in", "breaks", "caught", "control run"], rows
+
+
+@of("sessions-cpu.json")
+def first_tokens(found):
+    names = "no session", "session in its row", "session on the host"
+    rows = []
+    for history in (200, 400, 800):
+        runs = [one(found["results"], history=history, name=name) for name in names]
+        gains = (f" ({times(run['speedup'])})" if run is not runs[0] else "" for run in runs)
+        each = zip(runs, gains, strict=True)
+        rows.append(
+            [str(history), *(f"{run['first_token_ms']:.1f} ms{gain}" for run, gain in each)]
+        )
+    return ["history", *names], rows
+
+
+@of("schedulers-cpu.json")
+def rounds_of_schedulers(found):
+    def run(name, size):
+        return one(found["results"], system=name, batch_size=size)
+
+    header = ["", "rounds, batch 4", "rounds, batch 8", "KV slots moved, batch 8",
+              "positions read by the draft model, batch 8"]  # fmt: skip
+    rows = []
+    for label, name in {
+        "ragged + continuous, the default": "jaxspec",
+        "ragged + static": "ragged + static",
+        "ragged + pool of 32": "ragged + pool",
+        "aligned + static": "aligned + static",
+        "aligned + pool of 32": "aligned + pool",
+        "EQSPEC": "EQSPEC",
+        "EXSPEC": "EXSPEC",
+    }.items():
+        of_four, of_eight = (run(name, size) for size in (4, 8))
+        rounds = (each["schedule"]["num_rounds"] for each in (of_four, of_eight))
+        moved, read = of_eight["schedule"]["num_slots_moved"], of_eight["draft_positions"]
+        rows.append([label, *map(str, rounds), f"{moved:,}", f"{read:,}"])
+    listed = (str(run("jaxspec", size)["ideal_rounds"]) for size in (4, 8))
+    rows.insert(1, ["list schedule of the same requests", *listed, "", ""])
+    return header, rows
+
+
+@of("decode-hf-cpu.json")
+def beside_hf(found):
+    sizes = 1, 4, 8
+
+    def pair(ours, size):
+        return one(found["against"], hf="hf greedy", ours=ours, batch_size=size)
+
+    rates = (f"{pair('plain', size)['hf_tokens_per_s']:,.0f}" for size in sizes)
+    rows = [["`transformers`, greedy, tokens per second", *rates]]
+    for label, ours in {
+        "plain": "plain",
+        "`draft_length=2`": "drafted 2",
+        '`draft_length="auto"`': "auto, bitwise",
+    }.items():
+        pairs = [pair(ours, size) for size in sizes]
+        rows.append([label, *(f"{each['ratio_to_hf']:.1f}x ({min(each['ratios']):.1f} to "
+                              f"{max(each['ratios']):.1f})" for each in pairs)])  # fmt: skip
+    return batches(sizes), rows
+
+
+# --------------------------------------------------------------------------------------- scaling
+
+MAIN = "tokens per round, `rejection`, temperature 1, drafts of 8"
+
+
+def axes_of(found):
+    """Axes of the main way of decoding, and of the same greedily, by their titles."""
+    main = found["main_decoding"]
+    both = (main, main | {"verifier": "coupled", "temperature": 0})
+    return [
+        {axis["title"]: axis for axis in found["axes"] if axis["decoding"] == each} for each in both
+    ]
+
+
+def taus(axis):
+    return [f"{point['tau']:.2f}" for point in axis["points"]]
+
+
+def losses(axis):
+    return [f"{point['held_out_loss']:.2f}" for point in axis["points"]]
+
+
+@of("scaling-cpu/scaling.json")
+def scaling_tokens(found):
+    rows = []
+    for label, axes in zip((MAIN, "the same, greedy"), axes_of(found), strict=True):
+        own, of_seeds = axes["tokens, 2x128"], axes["tokens, 2x128, where all seeds were trained"]
+        slopes = (interval(axis["slope_per_decade"]) for axis in (of_seeds, own))
+        slope = "{} to 2 M, {} to 4 M".format(*slopes)
+        unit = ", in logits of the rate" if own["response"] == "logit" else ""
+        rows.append([label, *taus(own), slope + unit, of_seeds["word"]])
+    own = axes_of(found)[0]["tokens, 2x128"]
+    overlaps = (share(point["overlap"]) for point in own["points"])
+    rows.append(["sum of min(p, q) on held-out text", *overlaps, "", ""])
+    rows.append(["held-out loss (the target's is 3.49)", *losses(own), "", ""])
+    tokens = [point["x"] for point in own["points"]]
+    sizes = [f"{each / 1e3:.0f} k" if each < 999_000 else f"{each / 1e6:.1f} M" for each in tokens]
+    header = ["2 layers, training tokens", *sizes[:-1], f"{sizes[-1]} (one seed)"]
+    return [*header, "slope per decade", "law?"], rows
+
+
+@of("scaling-cpu/scaling.json")
+def scaling_sizes(found):
+    counts = ["500 k", "1.0 M"]
+    slope = "slope per decade"
+    header = ["layers x width", "`rejection`: 125 k", *counts, slope, "greedy: 125 k", *counts]
+    header += [slope, "held-out loss: 125 k", *counts]
+    rows = []
+    for size in ("1x128", "3x128", "4x128", "6x128", "2x64", "2x192"):
+        main, greedy = (axes[f"tokens, {size}"] for axes in axes_of(found))
+        figures = (each for axis in (main, greedy)
+                   for each in (*taus(axis), interval(axis["slope_per_decade"])))  # fmt: skip
+        rows.append([size.replace("x", " x "), *figures, *losses(main)])
+    return header, rows
+
+
+def scaling_at_a_million(label, name, unit=1):
+    """The table of the drafters of a million tokens along an axis."""
+
+    def made(found):
+        both = [one(axes.values(), axis=name) for axes in axes_of(found)]
+        rows = [
+            [label, *taus(axis), interval(axis["slope_per_decade"]), axis["word"]]
+            for label, axis in zip((MAIN, "the same, greedy"), both, strict=True)
+        ]
+        rows.append(["held-out loss", *losses(both[0]), "", ""])
+        along = (f"{point['x'] / unit:.0f}" for point in both[0]["points"])
+        return [f"1,000,000 tokens, {label}", *along, "slope per decade", "law?"], rows
+
+    return ("scaling-cpu/scaling.json",), made, "Measured"
+
+
+PARAMETERS = "thousand parameters without the embedding"
+TABLES["scaling_layers"] = scaling_at_a_million("layers", "layers")
+TABLES["scaling_width"] = scaling_at_a_million("width", "width")
+TABLES["scaling_parameters"] = scaling_at_a_million(PARAMETERS, "parameters", unit=1000)
+
+
+@of("scaling-cpu/scaling.json")
+def scaling_batch(found):
+    [drafter] = found["batch"]
+    cells = drafter["batches"]
+    best = [f"{each['best']} ({times(each['speedup'])})" if each["best"] else "0" for each in cells]
+    best[0] = best[0].replace("x)", "x plain)")
+    return batches(each["batch"] for each in cells), [
+        ["best draft length, measured times", *best],
+        ["the cost model's, fitted to the same times",
+         *(str(each["predicted_best"]) for each in cells)],
+    ]  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,261 @@
+"""`train_heads` and `train_flexdraft`: whole runs on a small target and texts of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from training.test_trainer import Stopped, stop_after
+from training.test_trunk import are_equal
+from written import write_texts
+
+from jaxspec.drafters.trees import StaticTree
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import load_drafter
+from jaxspec.load.models import load_model
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.training import head_accuracy
+from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
+from jaxspec.training.heads import HeadsTrainConfig, train_heads
+from jaxspec.training.texts import Text
+from jaxspec.training.trainer import train_step
+
+NAMES = ("heads", "flexdraft")
+BRANCHES = (384, 768, 1536)  # 6, 12 and 24 steps of 64 tokens, 1, 2 and 4 of them decay
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory):
+    return str(tiny.save(tmp_path_factory.mktemp("models"), "target", text=tiny.tokenizer()))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory, target):
+    return write_texts(tmp_path_factory.mktemp("texts") / "texts.jsonl", target)
+
+
+def config(name, out, target, texts, **overrides):
+    settings = {
+        "tokens": 64 * 12,
+        "batch_tokens": 64,
+        "sequence_length": 32,
+        "learning_rate": 1e-2,
+        "warmup_steps": 1,
+        "evaluate_every": 6,
+        "checkpoint_every": 4,
+    }
+    if name == "heads":
+        cls, settings = HeadsTrainConfig, settings | {"kind": "clover", "num_heads": 2}
+    else:
+        sizes = {"layers": 1, "block": 4, "rank": 8, "anchors": 6}
+        cls, settings = FlexTrainConfig, settings | sizes | {"new_learning_rate": 3e-2}
+    return cls(target=target, texts=texts, out=out, **(settings | overrides))
+
+
+def train(settings, **how):
+    is_heads = isinstance(settings, HeadsTrainConfig)
+    return (train_heads if is_heads else train_flexdraft)(settings, **how)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, target, texts):
+    """Uninterrupted runs: of each the directory, the result, and the loss of every step."""
+    found = {}
+    for name in NAMES:
+        out, losses = tmp_path_factory.mktemp("run") / "whole", []
+        settings = config(name, out, target, texts)
+        result = train(settings, on_step=lambda _, m, losses=losses: losses.append(m["loss"]))
+        found[name] = out, result, losses
+    return found
+
+
+def params_of(directory, target):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(load_drafter(directory, target).params)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_learns_and_says_what_it_measured(trained, target, name):
+    out, result, losses = trained[name]
+    assert result["steps"] == len(losses) == 12
+    assert result["tokens"] == 64 * 12
+    assert losses[-1] < losses[0] - 0.5
+    assert set(result["held_out"]) == {"all", "tales", "sums"}
+    assert json.loads((out / "result.json").read_text()) == result
+    [line] = (out / "log.jsonl").read_text().splitlines()
+    assert json.loads(line)["step"] == 12
+    leaves = params_of(out / name, target)
+    assert sum(leaf.size for leaf in leaves) == result["num_params"]
+    measured = result["held_out"]["all"]
+    if name == "heads":
+        assert len(measured["top1"]) == len(measured["top5"]) == 2
+        assert np.asarray(measured["acceptance"]).shape == (2, 10)
+        assert StaticTree(tuple(map(tuple, result["trees"]["4"]))).max_depth <= 2
+    else:
+        of_slots = ("top1", "uncalibrated_top1", "num_tokens")
+        assert [len(measured[each]) for each in of_slots] == [3, 4, 4]
+        assert 0 <= measured["accepted"] <= 3
+        drafter = load_drafter(out / name, target)
+        assert (drafter.config.num_deep_layers, drafter.config.block_size) == (1, 4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, target, texts, trained, name):
+    part = config(name, tmp_path / "part", target, texts)
+    with pytest.raises(Stopped):
+        train(part, on_step=stop_after(6))  # after the checkpoint of step 4: two are done again
+    steps = []
+    train(dataclasses.replace(part, resume=True), on_step=lambda n, _: steps.append(n))
+    assert steps == list(range(5, 13))
+    whole = params_of(trained[name][0] / name, target)
+    assert are_equal(whole, params_of(part.out / name, target))
+    # Sabotage: rows (and anchors) in another order are noticed.
+    other = config(name, tmp_path / "other", target, texts, seed=1)
+    train(other)
+    assert not are_equal(whole, params_of(other.out / name, target))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_mistakes_are_named(tmp_path, target, texts, trained, name):
+    def run(**overrides):
+        out = overrides.pop("out", tmp_path / "out")
+        train(config(name, out, target, overrides.pop("texts", texts), **overrides))
+
+    def written(file, **options):
+        return write_texts(tmp_path / file, target, **options)
+
+    whole, occupied = trained[name][0], tmp_path / "occupied"
+    (occupied / name).mkdir(parents=True)
+    (occupied / name / "notes").write_text("mine")
+    cases = [
+        (SettingError, "has 0 steps of 4096", lambda: run(sequence_length=4096)),
+        (
+            ModelError,
+            "written by somebody",
+            lambda: run(texts=written("a", target="somebody", weights="0")),
+        ),
+        (ModelError, "There is one text", lambda: run(texts=written("c", num_texts=1))),
+        (SettingError, "documents to train on", lambda: run(held_out=texts)),
+        (CheckpointError, f"{name} exists, and what is trained", lambda: run(out=occupied)),
+        (
+            CheckpointError,
+            "other values of texts",
+            lambda: run(out=whole, resume=True, texts=written("d", num_texts=59)),
+        ),
+    ]
+    cases += (
+        [
+            (SettingError, "which has no layers", lambda: run(block="none", num_layers=2)),
+            (SettingError, "which has none", lambda: run(connection="mlp", gate="cosine")),
+            (
+                SettingError,
+                "connection was given for medusa",
+                lambda: run(kind="medusa", connection="mlp"),
+            ),
+            (SettingError, "own_heads was given for clover", lambda: run(own_heads=True)),
+            (ModelError, "None of the 60 texts", lambda: run(texts=written("b", num_output=1))),
+        ]
+        if name == "heads"
+        else [
+            (SettingError, "anchors is 0", lambda: run(anchors=0)),
+            (SettingError, "block is 1; its first", lambda: run(block=1)),
+            (ModelError, "num_deep_layers is 9", lambda: run(layers=9)),
+            (
+                ModelError,
+                "None of the 60 texts in .* has a token",
+                lambda: run(texts=written("b", num_output=0)),
+            ),
+            (
+                CheckpointError,
+                "other values of anchors",
+                lambda: run(out=whole, resume=True, anchors=5),
+            ),
+        ]
+    )
+    for error, words, mistake in cases:
+        with pytest.raises(error, match=words) as caught:
+            mistake()
+        assert isinstance(caught.value, JaxspecError)
+        assert "\n" not in str(caught.value)
+
+
+def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):
+    """With `clip_value`, interrupted in a decay; the first branch beside a run with it alone."""
+    programs = []
+    settings = {"branches": BRANCHES, "kind": "hydra", "clip_value": 0.5}
+    grown = config("heads", tmp_path / "trunk", target, texts, **settings)
+    with pytest.raises(Stopped):
+        train(grown, on_step=stop_after(12))
+    result = train(
+        dataclasses.replace(grown, resume=True),
+        on_step=lambda *_: programs.append(train_step._cache_size()),
+    )
+    assert list(result["branches"]) == ["384", "768", "1536"]
+    for tokens, steps in zip(BRANCHES, (6, 12, 24), strict=True):
+        own, out = result["branches"][str(tokens)], grown.out / "branches" / str(tokens)
+        assert (own["tokens"], own["steps"]) == (tokens, steps)
+        assert own == json.loads((out / "result.json").read_text())
+        assert own["heads"] == str(out / "heads")
+        assert sum(leaf.size for leaf in params_of(out / "heads", target)) == own["num_params"]
+    losses = [own["train_loss"] for own in result["branches"].values()]
+    assert losses[0] > losses[1] > losses[2]
+    assert (result["steps"], result["tokens"]) == (27, 27 * 64)  # the trunk's 20, and the decays'
+    assert programs == programs[:1] * len(programs)  # no branch needs another program
+    assert not (grown.out / "heads").exists()
+    whole = params_of(grown.out / "branches" / "768" / "heads", target)
+    alone = dataclasses.replace(grown, out=tmp_path / "alone", branches=(), tokens=768)
+    train(alone)
+    assert are_equal(params_of(alone.out / "heads", target), whole)
+    # Sabotage: another end, and with it a decay that begins later, is noticed.
+    late = dataclasses.replace(alone, out=tmp_path / "late", tokens=832)
+    train(late)
+    assert not are_equal(params_of(late.out / "heads", target), whole)
+
+
+def test_texts_that_are_too_short_are_skipped_and_counted(tmp_path, target, texts):
+    short = write_texts(tmp_path / "short", target, num_texts=3, num_output=1)
+    mixed = tmp_path / "mixed"
+    mixed.write_text(texts.read_text() + "".join(short.read_text().splitlines(keepends=True)[1:]))
+    held_out = write_texts(tmp_path / "held_out", target, num_texts=5, split="held-out")
+    given = config("heads", tmp_path / "out", target, mixed, held_out=held_out, kind="medusa")
+    result = train(given)
+    assert (result["num_texts"], result["num_skipped_texts"]) == (60, 3)
+    # Each of the five texts has 12 labels for the first head.
+    assert result["held_out"]["all"]["num_tokens"][0] == 60
+
+
+@pytest.mark.system
+def test_rounds_on_texts_are_those_of_the_engine(target, trained):
+    """So the accuracy of training is that of drafting, at every position that a round begins at."""
+    model = load_model(target)
+    prompts = [[2 + (11 * i + 5 * j) % 200 for j in range(4 + i)] for i in range(6)]
+    params = SamplingParams(max_tokens=40, ignore_eos=True)
+    tree = StaticTree(((0,), (1,), (0, 0), (2,), (1, 0), (0, 1)))
+
+    def decoded(chosen):
+        drafter = load_drafter(trained["heads"][0] / "heads", model, tree=chosen)
+        engine = Engine(model, drafter, batch_size=2, max_length=128, draft_length=len(nodes))
+        done = engine.generate(prompts, params)
+        texts = [Text("any", "any", list(d.prompt_token_ids), list(d.token_ids)) for d in done]
+        return texts, [d.acceptance.num_rounds for d in done]
+
+    def rounds(ranked, nodes):
+        return [len(head_accuracy._walk([text], nodes)) for text in ranked]
+
+    config = load_drafter(trained["heads"][0] / "heads", model).config
+    for chosen, nodes in (("chain", {(0,), (0, 0)}), (tree, {*tree.choices})):
+        texts, of_engine = decoded(chosen)
+        heads = unpacked(load_drafter(trained["heads"][0] / "heads", model).params)
+        pair = (model.config, unpacked(model.params))
+        ranked = head_accuracy.rank_texts(config, heads, pair, texts, 64)
+        assert rounds(ranked, nodes) == of_engine
+        assert sum(of_engine) < 6 * 40 - 10  # something was accepted
+        # Sabotage: without the augmenting block.
+        wrong = heads | {"layers": jax.tree.map(np.zeros_like, heads["layers"])}
+        other = head_accuracy.rank_texts(config, wrong, pair, texts, 64)
+        assert rounds(other, nodes) != of_engine

@@ -1,0 +1,404 @@
+"""The trainer, with a task that takes no time: ends, resuming, branches, checkpoints, mistakes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import resource
+import shutil
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxspec.errors import CheckpointError, SettingError
+from jaxspec.runtime.locks import only_writer
+from jaxspec.training import checkpoints, schedule, trainer
+
+BRANCHES = (60, 120, 240)  # 6, 12 and 24 steps of 10 tokens, 1, 2 and 4 of them decay
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LineSettings(trainer.TrainSettings):
+    """Of the task below, with two numbers that it draws from the seed."""
+
+    branches: tuple[int, ...] = ()
+    noise: float = 0.1
+
+    @property
+    def branch_tokens(self) -> tuple[int, ...]:
+        return self.branches
+
+
+def line_loss(params, frozen, batch):
+    loss = jnp.mean((params["slope"] * batch[0] + params["offset"] - frozen * batch[1]) ** 2)
+    return loss, {"loss": loss}
+
+
+class LineTask(trainer.Task):
+    """Fits a line; a step's points depend on its index alone."""
+
+    PRODUCT = "line"
+
+    def __init__(self, settings: LineSettings):
+        super().__init__(settings)
+        self.loss, self.frozen = line_loss, jnp.float32(1.0)
+        self.optimizer = trainer.make_optimizer()
+        self.about, self.fingerprint = {"line": {"size": 2}}, settings.decisive()
+
+    @classmethod
+    def may_replace(cls, product: pathlib.Path) -> bool:
+        return product.is_file()
+
+    def init_params(self, key, frozen):
+        return {"slope": jax.random.normal(key, (1,)), "offset": jnp.zeros((1,)) * frozen}
+
+    def batch(self, index, end):
+        rng = np.random.default_rng((self.settings.seed, index))
+        x = rng.normal(size=8).astype(np.float32)
+        return x, 2 * x + 1 + np.float32(self.settings.noise) * rng.normal(size=8).astype("f4")
+
+    def evaluate(self, params):
+        return {"held_out/slope": float(params["slope"][0])}
+
+    def export(self, params, out) -> dict[str, Any]:
+        numbers = {name: leaf.tolist() for name, leaf in params.items()}
+        (out / "line").write_text(json.dumps(numbers))
+        return {"line": str(out / "line")}
+
+
+class Stopped(Exception):
+    pass
+
+
+def stop_after(number):
+    """An `on_step` that ends the run at its step with this number, counted over all parts."""
+    steps = []
+
+    def on_step(step, _):
+        steps.append(step)
+        if len(steps) == number:
+            raise Stopped
+
+    return on_step
+
+
+def config(out, **overrides):
+    settings = {
+        "out": out,
+        "tokens": 240,
+        "batch_tokens": 10,
+        "sequence_length": 5,
+        "learning_rate": 0.1,
+        "warmup_steps": 3,
+        "checkpoint_every": 2,
+        "evaluate_every": 7,
+    }
+    return LineSettings(**(settings | overrides))
+
+
+def train(settings, **how):
+    return trainer.train(LineTask, settings, **how)
+
+
+def line_of(out):
+    return json.loads((out / "line").read_text())
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run with one end: its directory and its result."""
+    out = tmp_path_factory.mktemp("run") / "whole"
+    return out, train(config(out))
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory):
+    """A run with branches: its directory and its result."""
+    out = tmp_path_factory.mktemp("run") / "grown"
+    return out, train(config(out, branches=BRANCHES))
+
+
+def without_time(result, out):
+    """A result without what differs between directories."""
+    shown = json.loads(json.dumps(result).replace(str(out), "OUT"))
+    for each in (shown, *shown.get("branches", {}).values()):
+        each.pop("wall_s")
+    return shown
+
+
+def test_a_run_says_what_it_did(whole):
+    out, result = whole
+    assert (result["steps"], result["tokens"], result["num_params"]) == (24, 240, 2)
+    assert json.loads((out / "result.json").read_text()) == result
+    assert abs(line_of(out)["slope"][0] - 2) < abs(line_of(out)["slope"][0])
+    logged = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [20, 24]
+    assert checkpoints.latest_step(out) == 24
+
+
+def test_metrics_of_held_out_texts_come_every_so_many_steps(tmp_path):
+    with_metrics = []
+
+    def on_step(step, metrics):
+        if "held_out/slope" in metrics:
+            with_metrics.append(step)
+
+    train(config(tmp_path / "out"), on_step=on_step)
+    assert with_metrics == [7, 14, 21]
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 23, 24])
+def test_a_resumed_run_is_bit_equal(tmp_path, whole, number):
+    part, steps = config(tmp_path / "part"), []
+    with pytest.raises(Stopped):
+        train(part, on_step=stop_after(number))
+    if number == 1:  # there is no checkpoint yet
+        with pytest.raises(CheckpointError, match="nothing to resume"):
+            train(dataclasses.replace(part, resume=True))
+    resumed = dataclasses.replace(part, resume=number > 1)
+    result = train(resumed, on_step=lambda step, _: steps.append(step))
+    assert steps == list(range(number - number % 2 + 1, 25))
+    assert line_of(part.out) == line_of(whole[0])
+    assert without_time(result, part.out) == without_time(whole[1], whole[0])
+
+
+def test_other_rows_are_noticed(tmp_path, whole):
+    """Sabotage: of another seed, or of another noise."""
+    for index, change in enumerate(({"seed": 1}, {"noise": 0.2})):
+        train(config(tmp_path / str(index), **change))
+        assert line_of(tmp_path / str(index)) != line_of(whole[0])
+
+
+# Branches
+
+
+def test_branches_are_finished_runs(grown):
+    out, result = grown
+    assert list(result["branches"]) == ["60", "120", "240"]
+    for tokens, steps in zip(BRANCHES, (6, 12, 24), strict=True):
+        own, directory = result["branches"][str(tokens)], out / "branches" / str(tokens)
+        assert (own["tokens"], own["steps"]) == (tokens, steps)
+        assert own == json.loads((directory / "result.json").read_text())
+        assert own["line"] == str(directory / "line")
+    # The trunk's 20 steps, and the decays'.
+    assert (result["steps"], result["tokens"]) == (27, 270)
+    assert not (out / "line").exists()
+
+
+@pytest.mark.parametrize("changes", [{"branches": (120,)}, {"tokens": 120}])
+def test_a_branch_is_bit_equal_to_a_run_with_this_end_alone(tmp_path, grown, changes):
+    alone = config(tmp_path / "alone", **changes)
+    train(alone)
+    [end] = alone.ends()
+    expected = line_of(grown[0] / "branches" / "120")
+    assert line_of(alone.directory(end)) == expected
+    # Sabotage: a decay that begins a step later is noticed.
+    late = config(
+        tmp_path / "late", **{name: 130 if name == "tokens" else (130,) for name in changes}
+    )
+    train(late)
+    assert line_of(late.directory(late.ends()[0])) != expected
+
+
+# In the trunk before and after a checkpoint, in a decay, in the trunk after a branch, at the end of
+# the trunk, in the last decay, at its end.
+@pytest.mark.parametrize("number", [1, 3, 6, 7, 12, 13, 16, 23, 26, 27])
+def test_a_run_with_branches_is_resumed_to_the_bit(tmp_path, grown, number):
+    part = config(tmp_path / "part", branches=BRANCHES)
+    with pytest.raises(Stopped):
+        train(part, on_step=stop_after(number))
+    result = train(dataclasses.replace(part, resume=number > 1))
+    assert without_time(result, part.out) == without_time(grown[1], grown[0])
+    for tokens in BRANCHES:
+        directory = pathlib.Path("branches", str(tokens))
+        assert line_of(part.out / directory) == line_of(grown[0] / directory)
+
+
+def files_of(directory):
+    """The files in a directory: their bytes by name."""
+    return {p.relative_to(directory): p.read_bytes() for p in directory.rglob("*") if p.is_file()}
+
+
+def test_later_branches_are_added_to_a_finished_run(tmp_path, grown):
+    first = config(tmp_path / "run", branches=BRANCHES[:2])
+    train(first)
+    before = files_of(first.out / "branches" / "60")
+    train(dataclasses.replace(first, branches=BRANCHES, resume=True))
+    assert line_of(first.out / "branches" / "240") == line_of(grown[0] / "branches" / "240")
+    assert files_of(first.out / "branches" / "60") == before
+    with pytest.raises(SettingError, match="has taken 20 steps, and a branch of 100 tokens"):
+        train(dataclasses.replace(first, branches=(100,), resume=True))
+
+
+def test_the_results_of_a_finished_run_are_read_without_its_texts(grown):
+    settings = config(grown[0], branches=BRANCHES)
+    assert trainer.finished_branches(settings) == grown[1]["branches"]
+    assert trainer.finished_branches(dataclasses.replace(settings, branches=(60, 300))) is None
+    with pytest.raises(CheckpointError, match="other values of noise"):
+        trainer.finished_branches(dataclasses.replace(settings, noise=0.5))
+
+
+def test_rates_of_trunk_and_branch():
+    [branch] = schedule.plan_branches((1000,), step_tokens=10, warmup_steps=10)
+    assert (branch.num_steps, branch.leaves_at) == (100, 83)
+    settings = {"learning_rate": 2.0, "warmup_steps": 10}
+    on_trunk = np.array([schedule.rate_at(i, branch=None, **settings) for i in range(100)])
+    on_branch = np.array([schedule.rate_at(i, branch=branch, **settings) for i in range(100)])
+    np.testing.assert_allclose(on_trunk[:10], 2.0 * np.arange(1, 11) / 10)
+    assert (on_trunk[10:] == 2.0).all()
+    assert (on_branch[:83] == on_trunk[:83]).all()
+    np.testing.assert_allclose(on_branch[-1], 0.2)
+    np.testing.assert_allclose(np.diff(on_branch[82:]), -1.8 / 17)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        # (1 - b1) of a gradient of norm 1
+        ({}, [0.1 / np.sqrt(2), -0.1 / np.sqrt(2), 0.0]),
+        ({"clip_value": 0.5}, [0.05, -0.05, 0.0]),
+    ],
+)
+def test_clipping_bounds_what_the_optimizer_sees(settings, expected):
+    optimizer = trainer.make_optimizer(**settings)
+    params = {"w": jnp.ones((3,))}
+    with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
+        gradients = {"w": jnp.array([50.0, -50.0, 0.0])}
+        _, state = optimizer.update(gradients, optimizer.init(params), params)
+    moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (3,))
+    np.testing.assert_allclose(moment, expected, rtol=1e-5)
+
+
+# Checkpoints
+
+
+def state_of(value):
+    params = {"layers": ({"w": jnp.full((64, 64), value)},)}
+    return trainer.TrainState(params=params, optimizer=trainer.make_optimizer().init(params))
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path):
+    about = {"fingerprint": {}, "metrics": {"loss": 1.0}}
+    checkpoints.save(tmp_path, state_of(1.0), 3, about)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(CheckpointError, match="of step 4 cannot be written") as caught:
+            checkpoints.save(tmp_path, state_of(2.0), 4, about)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "\n" not in str(caught.value)
+    step, found = checkpoints.read_about(tmp_path)
+    assert (step, found["metrics"]) == (3, {"loss": 1.0})
+    for name in ("params", "optimizer"):
+        arrays = checkpoints.read_arrays(tmp_path, step, found, name, getattr(state_of(0.0), name))
+        jax.tree.map(np.testing.assert_array_equal, arrays, getattr(state_of(1.0), name))
+    for number in (4, 5):
+        checkpoints.save(tmp_path, state_of(2.0), number, about)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["4", "5"]
+
+
+def test_relative_paths(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    train(config(pathlib.Path("run"), tokens=120))
+    assert checkpoints.latest_step(tmp_path / "run") == 12
+
+
+def test_a_damaged_run_is_not_resumed(tmp_path, whole):
+    """Every file of the newest checkpoint with a byte flipped, cut, empty and absent: what is read
+    is what was written, or nothing."""
+    out = tmp_path / "run"
+    shutil.copytree(whole[0], out)
+    newest, template = (
+        out / "checkpoints" / "24",
+        {"slope": np.ones(1, "f4"), "offset": np.ones(1, "f4")},
+    )
+
+    def read():
+        step, about = checkpoints.read_about(out)
+        arrays = checkpoints.read_arrays(out, step, about, "params", template)
+        return about["fingerprint"], {name: leaf.tolist() for name, leaf in arrays.items()}
+
+    written = read()
+    assert written[1] == line_of(out)
+    refused: dict[str, int] = {}
+    for path in [each for each in sorted(newest.rglob("*")) if each.is_file()]:
+        content = path.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        for other in (bytes(flipped), content[:-1], b"", None):
+            path.unlink() if other is None else path.write_bytes(other)
+            try:
+                assert read() == written, path
+            except CheckpointError as error:
+                refused[str(error)] = refused.get(str(error), 0) + 1
+            path.write_bytes(content)
+    assert sum(refused.values()) > 10
+    for said in refused:
+        assert f"{newest} is damaged, not as it was written" in said
+        assert "\n" not in said
+    for path in (newest / "params").rglob("d/*"):
+        content = path.read_bytes()
+        path.write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="is damaged"):
+        train(config(out, resume=True))
+    shutil.rmtree(newest)  # as the message says
+    steps = []
+    train(config(out, resume=True), on_step=lambda step, _: steps.append(step))
+    assert steps == [23, 24]
+    assert line_of(out) == line_of(whole[0])
+    newest.rename(newest.with_name("1000000000"))
+    with pytest.raises(CheckpointError, match="of step 1000000000, and the run ends after step 24"):
+        train(config(out, resume=True))
+
+
+# Mistakes
+
+
+def test_mistakes_are_named(tmp_path, whole, grown):
+    def run(out="out", **overrides):
+        train(config(tmp_path / out, **overrides))
+
+    (tmp_path / "occupied" / "line").mkdir(parents=True)
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / trainer.OLD_CHECKPOINT).write_bytes(b"")
+    cases = [
+        (SettingError, "positive", {"tokens": 0}),
+        (SettingError, "has 0 steps of 10, and its decay would begin before", {"tokens": 1}),
+        (SettingError, "give at least 40 tokens", {"tokens": 30}),
+        (SettingError, "give at least 40 tokens", {"branches": (30, 60)}),
+        (SettingError, "give tokens that increase", {"branches": (120, 60)}),
+        (SettingError, "give tokens that increase", {"branches": (120, 121)}),
+        (SettingError, "learning_rate", {"learning_rate": 0.0}),
+        (CheckpointError, "nothing to resume", {"resume": True}),
+        (CheckpointError, "line exists, and what is trained", {"out": "occupied"}),
+        (CheckpointError, "a run of an earlier version", {"out": "old"}),
+        (CheckpointError, "a run of an earlier version", {"out": "old", "resume": True}),
+        (CheckpointError, "already holds a run", {"out": whole[0]}),
+        (CheckpointError, "values of noise;", {"out": whole[0], "resume": True, "noise": 1.0}),
+        (CheckpointError, "values of tokens;", {"out": whole[0], "resume": True, "tokens": 480}),
+        (
+            CheckpointError,
+            "values of tokens;",
+            {"out": whole[0], "resume": True, "branches": (240,)},
+        ),
+        (CheckpointError, "values of tokens;", {"out": grown[0], "resume": True}),
+        (
+            CheckpointError,
+            "values of warmup_steps;",
+            {"out": grown[0], "resume": True, "branches": BRANCHES, "warmup_steps": 4},
+        ),
+        (SettingError, r"The loss became (nan|inf) at step \d; lower", {"learning_rate": 1e30}),
+    ]
+    for error, words, changes in cases:
+        with pytest.raises(error, match=words) as caught:
+            run(**changes)
+        assert "\n" not in str(caught.value)
+    assert checkpoints.latest_step(tmp_path / "out") is None
+    with only_writer(tmp_path / "free"), pytest.raises(SettingError, match="is being written by"):
+        run("free")
+    assert not (tmp_path / "free").exists()
