@@ -221,7 +221,7 @@ def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
         ),
         "Throughput (whole runs, prefill included) and rounds": _fields(decoded, _THROUGHPUT),
         "Time breakdown: milliseconds per call of parts compiled alone, timed on rows in "
-        "mid-decode; shares of the wall time, of the parts calls times milliseconds": pd.concat(
+        "mid-decode; shares of the wall time, calls times milliseconds": pd.concat(
             [_fields(timed, _RATES), _milliseconds(timed), _shares(timed).add_suffix(" share")],
             axis=1,
         ),
@@ -251,16 +251,9 @@ _ROUNDS = (
     "batch_size system schedule.num_rounds rows_used emitted_per_round target_positions "
     "draft_positions num_drafted num_committed num_equal_to_jaxspec"
 )
-_EQUIVALENCE = "system batch_size " + " ".join(
-    f"equivalence.{name}"
-    for name in (
-        "num_outputs",
-        "exact_text",
-        "partial_text",
-        "exact_tokens",
-        "num_ties",
-        "num_faults",
-    )
+_EQUIVALENCE = (
+    "system batch_size equivalence.num_outputs equivalence.exact_text equivalence.partial_text "
+    "equivalence.exact_tokens equivalence.num_ties equivalence.num_faults"
 )
 _GROUPING = "lengths layout batch_size by_calls by_rows"
 _SERVING = (
@@ -407,7 +400,10 @@ def _plot(
         style = {"marker": "o", "markersize": 4} if kind == "line" else {"width": 0.8}
         frame.rename(index=str).plot(ax=each, kind=kind, **style, **options)
         each.set_title(title, fontsize=9)
-        each.legend(frameon=False, fontsize=7)
+        # Below the panel: bars leave no room in it.
+        each.legend(
+            frameon=False, fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.15), ncols=2
+        )
         if kind == "barh":
             each.invert_yaxis()
         if title.startswith("published"):

@@ -206,7 +206,7 @@ def _logit(share: np.ndarray) -> np.ndarray:
     return np.log(share) - np.log1p(-share)
 
 
-def _cumulative_at(rows: pandas.DataFrame, column: str, x: float) -> np.ndarray:
+def _cumulative_at(rows: pandas.DataFrame, column: str, x: Any) -> np.ndarray:
     """`[N]`: the chances at a point that each draft position and all before it are accepted."""
     return cumulative_acceptance(select(rows, rows[column] == x))
 
