@@ -180,7 +180,7 @@ def test_what_is_never_imported():
         ("cache.pages", "from jaxspec.lab import compare", "what decodes"),
         ("audit.judge", "from jaxspec.lab.bench.measure import Run", "a proof"),
         ("runtime.locks", "from jaxspec import sampling", "it is about the process"),
-        ("decode.plain", "if TYPE_CHECKING:\n    import jaxspec.training.runs", "what decodes"),
+        ("decode.plain", "if TYPE_CHECKING:\n    import jaxspec.training.trainer", "what decodes"),
     ],
 )
 def test_the_check_sees_what_is_never_imported(name, line, reason):

@@ -171,12 +171,12 @@ def run_problem(directory: pathlib.Path) -> str | None:
         return f"{unfinished} was left"
     kept = names_in(run / "checkpoints") if (run / "checkpoints").exists() else []
     steps = [name for name in kept if not name.endswith(".orbax-checkpoint-tmp")]
-    if len(kept) - len(steps) > 1 or not all(map(str.isdecimal, steps)):
+    if len(kept) - len(steps) > 1 or len(steps) > 3 or not all(map(str.isdecimal, steps)):
         return f"{kept} were left"
-    while steps:  # every finished one is whole, and can be read without what came after it
+    # The newest two are whole, and can be read one after the other; a third is being removed.
+    for step in sorted(map(int, steps), reverse=True)[:2]:
         load_run(run)
-        shutil.rmtree(run / "checkpoints" / str(max(map(int, steps))))
-        steps.remove(str(max(map(int, steps))))
+        shutil.rmtree(run / "checkpoints" / str(step))
     if (run / "log.jsonl").exists():
         for line in (run / "log.jsonl").read_text().splitlines():
             json.loads(line)
