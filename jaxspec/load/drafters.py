@@ -228,8 +228,11 @@ def _parse_name(name: str) -> dict[str, Any]:
             return dict(json.loads(name))
         raise SettingError(f"The drafter {name!r} was given; write a JSON object or a name.")
     kind, colon, model = name.partition(":")
+    if colon and kind in KINDS:
+        return {"kind": kind, "model": model}
     if kind in KINDS:
-        return {"kind": kind, "model": model} if colon else {"kind": kind}
+        is_directory = "model" in KINDS[kind].arguments and os.path.isdir(kind)
+        return {"model": kind} if is_directory else {"kind": kind}
     leading = re.match(r"\w*", name)
     if leading is not None and leading[0] in KINDS:
         raise _no_drafter(name)
@@ -287,7 +290,7 @@ def choose_drafter(
       SettingError: see `parse_drafter`, or a setting is out of range.
       ModelError: the factory cannot be imported or, when it is called, does not return a drafter.
     """
-    if drafter == "none":
+    if drafter in ("none", {"kind": "none"}):
         return None
     kind, given = parse_drafter(drafter, arguments)
     if kind not in KINDS:
@@ -360,9 +363,13 @@ def load_drafter(
       JaxspecWarning: it was made for a target with other weights.
     """
     check_not_forked()
-    if not isinstance(name, Mapping):
-        name = os.fspath(name) if isinstance(name, os.PathLike) else text("name", name)
-    make = choose_drafter(name if kind is None else {"kind": kind, "model": name}, arguments)
+    if isinstance(name, os.PathLike):
+        named: Any = {"model": os.fspath(name)}
+    else:
+        named = name if isinstance(name, Mapping) else text("name", name)
+    if kind is not None:
+        named = {"kind": kind, "model": name}
+    make = choose_drafter(named, arguments)
     if make is None:
         raise SettingError(
             "The drafter none was to be loaded, which is plain decoding; give an engine "

@@ -27,6 +27,7 @@ def test_a_drafter_is_left_as_it_is():
     assert make_drafter(ngram, TARGET) is ngram
     assert make_drafter(None, TARGET) is None
     assert make_drafter("none", TARGET) is None
+    assert make_drafter({"kind": "none"}, TARGET) is None
 
 
 def test_settings_stand_in_a_mapping_in_json_or_in_arguments():
@@ -64,13 +65,14 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
         jaxspec.DraftModel(str(path))
 
 
-def test_heads_are_named_by_their_directory(tmp_path):
+def test_heads_are_named_by_their_directory(tmp_path, monkeypatch):
     config = heads_config("clover", TARGET.config, num_heads=2, block=None)
     shapes = param_shapes(config)
     params = jax.tree.map(jnp.zeros, shapes, is_leaf=decoder.is_shape)
     path = tmp_path / "heads"
     jaxspec.save_drafter(Heads(config, params), path, target=TARGET)
-    for name in (str(path), f"heads:{path}", {"kind": "heads", "model": path}):
+    monkeypatch.chdir(tmp_path)  # where the directory is called like its kind
+    for name in (str(path), "heads", f"heads:{path}", {"kind": "heads", "model": path}):
         heads = make_drafter(name, TARGET)
         assert isinstance(heads, Heads)
         assert heads.tree == BudgetTree(nodes=4, depth=2)
