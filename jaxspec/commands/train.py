@@ -79,7 +79,7 @@ class HeadsCommand(JsonOption):
             console.print(accuracy_table(end["held_out"]))
         console.print(
             f"Try them: jaxspec generate --target {self.config.target} "
-            f"--drafter {self.config.kind}:{ends[-1]['heads']} --prompt TEXT",
+            f"--drafter heads:{ends[-1]['heads']} --prompt TEXT",
             soft_wrap=True,
             markup=False,
         )
