@@ -71,7 +71,7 @@ class HeadsCommand(JsonOption):
         for end in _ends(results):
             console.print(results_table(end, without=("held_out", "trees")))
             console.print(accuracy_table(end["held_out"]))
-        drafter = f"{self.config.kind}:{_ends(results)[-1]['heads']}"
+        drafter = f"heads:{_ends(results)[-1]['heads']}"
         _print_trial(console, f"--target {self.config.target} --drafter {drafter}")
         return make_document("train heads", self.config, **results)
 
