@@ -103,7 +103,7 @@ class DistributionScene:
             target=target,
             drafter=DraftModel(draft_model),
             verifier=self.verifier,
-            scheduler="static",
+            scheduler=Static(),
             shape=shape,
             num_stop_tokens=1,
         )

@@ -85,7 +85,7 @@ def test_every_part_has_a_row_for_each_drafter(bench, folder):
 
 def test_flexdraft_in_both_modes_and_untrained_heads(bench):
     names = ["parallel", "sequential"]
-    drafters = [f"{mode}=flexdraft[{mode}]:demo-flexdraft" for mode in names]
+    drafters = [f'{mode}={{"model": "demo-flexdraft", "mode": "{mode}"}}' for mode in names]
     parts = ("--parts", "acceptance", "costs", "--draft-length", 3)
     document = bench("--drafters", *drafters, "random:clover2", *parts)
     assert document["holds"]

@@ -140,7 +140,8 @@ def fit_axis(
       is_main: whether other curves than the log-linear one are fitted too.
     """
     rows, column = axis.rows, axis.column
-    all_accepted = float(_cumulative_at(rows, column, float(rows[column].max()))[-1])
+    highest: Any = rows[column].max()
+    all_accepted = float(_cumulative_at(rows, column, highest)[-1])
     if response == "auto":
         response = "logit" if all_accepted >= MOST_ALL_ACCEPTED else "tau"
     values, x, seeds, notes = estimates_at(rows, column, "tau" if response == "tau" else "rate")
