@@ -42,7 +42,7 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
     check_between("warmup_steps", warmup_steps, 0, LARGEST_COUNT)
     branches: list[Branch] = []
     for each in tokens:
-        check_between("tokens", each, 1, LARGEST_NUMBER)
+        check_between("branches", each, 1, LARGEST_NUMBER)
         num_steps = round(each / step_tokens)
         branch = Branch(tokens=each, leaves_at=_leaves_at(num_steps), num_steps=num_steps)
         if branches and num_steps <= branches[-1].num_steps:
