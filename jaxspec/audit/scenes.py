@@ -22,6 +22,7 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
+from jaxspec.schedulers import Static
 from jaxspec.types import EngineShape, Finish, RowSampling
 from jaxspec.verifiers import Verifier
 
