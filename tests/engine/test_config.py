@@ -45,12 +45,12 @@ def test_an_engine_has_its_settings():
     assert config == EngineConfig(batch_size=2, max_length=128)
     assert type(config.batch_size) is int
     with pytest.raises(dataclasses.FrozenInstanceError):
-        config.batch_size = 3  # type: ignore[misc]
+        config.batch_size = 3
 
 
 def test_keywords_that_nobody_knows_are_refused():
     target = toy.model(num_layers=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        Engine(target, nonsense=1)  # type: ignore[call-arg]
+        Engine(target, nonsense=1)
     with pytest.raises(TypeError, match="unexpected keyword argument 'trace'"):
-        ServingEngine(target, trace="rounds")  # type: ignore[call-arg]
+        ServingEngine(target, trace="rounds")
