@@ -119,22 +119,21 @@ def batches(sizes):
 # ---------------------------------------------------------------------------------------- README
 
 
-@of("decode-avx512-cpu.json", "decode-avx512-amd-cpu.json")
-def speed(xeon, epyc):
-    sizes = 1, 4, 8
-    runs = [found["runs"] + found["adaptive"] for found in (xeon, epyc)]
-    plain = [one(runs[0], drafter="none", batch_size=size) for size in sizes]
+@of("decode-avx512-cpu.json")
+def speed(found):
+    sizes, runs = (1, 4, 8), found["runs"] + found["adaptive"]
+    plain = [one(runs, drafter="none", batch_size=size) for size in sizes]
     rows = [["plain", *(f"{run['tokens_per_s']:,.0f}" for run in plain)]]
     for length in (2, 4, "auto"):
         row = [f'`draft_length="{length}"`' if length == "auto" else f"`draft_length={length}`"]
         for size in sizes:
-            own, *other = (one(found, draft_length=length, batch_size=size) for found in runs)
-            # The EPYC measured an earlier controller.
-            shown = [own] if length == "auto" else [own, *other]
-            ratios = ", ".join(times(run["speedup_vs_plain"]) for run in shown)
-            row.append(f"{own['tokens_per_s']:,.0f} ({ratios})")
+            own = one(runs, draft_length=length, batch_size=size)
+            row.append(f"{own['tokens_per_s']:,.0f} ({times(own['speedup_vs_plain'])})")
         rows.append(row)
     return batches(sizes), rows
+
+
+# ----------------------------------------------------------------------------------------- heads
 
 
 @of("heads-cpu.json", "heads-speed-cpu.json")
@@ -151,9 +150,9 @@ def drafters(accepted, timed):
 
     own = "the target's hidden states, and its own earlier proposals"
     return ["", "what it reads", "drafts of 4", "drafts of 16", "speed at batch 1, 8"], [
-        row("[`DraftModel`](docs/trees.md)", "tokens; a model of its own", "draft model, tree",
+        row("[`DraftModel`](trees.md)", "tokens; a model of its own", "draft model, tree",
             "draft model"),
-        row("[`Heads`](docs/heads.md): Clover", own, "clover", "clover, 4"),
+        row("`Heads`: Clover", own, "clover", "clover, 4"),
         row("Hydra", "the same", "hydra", "hydra, 4"),
         row("Clover-2", "the same", "clover-2", "clover-2, 4"),
         row("Medusa", "the target's hidden states", "medusa", "medusa, 4"),
