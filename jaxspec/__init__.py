@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
+    "audit.external": "audit_outputs",
+    "audit.outputs": "read_outputs",
+    "audit.self_audit": "audit_engine",
     "lab.compare": "DrafterComparison compare",
     "lab.plan.plan": "MemoryPlan",
     "lab.plan.planner": "plan_memory",
@@ -49,6 +52,9 @@ _SUBMODULES = ("serving", "testing", "types")
 
 if TYPE_CHECKING:
     from jaxspec import types as types
+    from jaxspec.audit.external import audit_outputs as audit_outputs
+    from jaxspec.audit.outputs import read_outputs as read_outputs
+    from jaxspec.audit.self_audit import audit_engine as audit_engine
     from jaxspec.checkpoint.format import save_model as save_model
     from jaxspec.drafters.base import Drafter as Drafter
     from jaxspec.drafters.base import TrainedDrafter as TrainedDrafter

@@ -290,7 +290,7 @@ def filtered_logits(logits: jax.Array, sampling: RowSampling) -> jax.Array:
     """Unnormalised log-probabilities `[B, T, V]` fp32 of the distribution that rows are sampled
     from: -inf where a filter removed a token. `softmax` of it is the distribution.
 
-    Rows at temperature 0 get temperature 1 here; whoever draws from the result handles them.
+    Rows at temperature 0 get temperature 1 here; callers handle greedy rows.
     """
 
     def of_rows(values) -> jax.Array:

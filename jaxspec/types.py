@@ -484,7 +484,7 @@ class TokenTrace(struct.PyTreeNode, kw_only=True):
       logprob_p: fp32, natural logarithm of its probability under p, the distribution that the row
         is sampled from (for a greedy row, at temperature 1); -inf where a filter removed it.
       logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic.
-      rank: int32, 1 + the number of tokens likelier under p, filtered ones counted too.
+      rank: int32, 1-based rank under p, filtered tokens counted too.
     """
 
     token_id: jax.Array

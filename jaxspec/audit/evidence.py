@@ -1,8 +1,8 @@
 """Evidence that sampled tokens were not drawn from the distribution that they are claimed to
 follow.
 
-Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. A bet on one of them is
-multiplied at every token by q / p, where p is the probability that the token should have and q the
+Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. For each of them a
+likelihood ratio (a test martingale, the "bet" below) is multiplied at every token by q / p, where p is the probability that the token should have and q the
 one that it has under the alternative (with `HONEST_SHARE` of p mixed in, so that no single token
 loses the whole bet). If tokens are drawn from p, the bet always has mean 1, so the probability that
 it ever exceeds 1 / alpha is at most alpha (Ville's inequality). The mean of the bets on all
@@ -180,7 +180,7 @@ class Bets:
 
     @property
     def log_evidence(self) -> float:
-        """Log of the mean bet."""
+        """Log of the averaged likelihood ratio."""
         return log_evidence(self.log_bets)
 
     def powers(self) -> tuple[Power, ...]:

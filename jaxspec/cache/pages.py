@@ -474,11 +474,11 @@ def copy_row(
     num_blocks = jnp.minimum((num_slots + block - 1) // block, cache.num_distinct_blocks)
 
     def copy_block(index, layers):
-        to, whence = cache.table[row, index], source.table[source_row, index]
+        target_page, source_page = cache.table[row, index], source.table[source_row, index]
 
         def copy(stored, values):
-            page = lax.dynamic_index_in_dim(values, whence, keepdims=False)
-            return stored.at[to].set(page)
+            page = lax.dynamic_index_in_dim(values, source_page, keepdims=False)
+            return stored.at[target_page].set(page)
 
         return jax.tree.map(copy, layers, source.layers)
 

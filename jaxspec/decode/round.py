@@ -84,8 +84,8 @@ def draft_and_verify(
 def propose(
     parts: RoundParts, params: PyTree, state: DecodeState, rows: BatchView
 ) -> tuple[Draft, PyTree, PyTree]:
-    """The draft without nodes beyond a row's limit, the drafter's state, and the target's cache, in
-    which the drafter may have written to uncommitted slots."""
+    """Drafts, and clips each row's draft to its limit. Returns draft, drafter state and target's
+    cache (a drafter may write to its uncommitted slots)."""
     drafter = parts.drafter
     if drafter.drafts_last_token and rows.remaining is not None:
         is_near_end = rows.draft_limit == rows.remaining - 1  # limited by the end of the row

@@ -153,8 +153,8 @@ def check_draft_length(
 
 
 def check_num_nodes(drafter: Drafter, draft_length: int) -> None:
-    """Raises `SettingError` if a drafter is asked for more nodes than it can draft: rounds would
-    verify a wider window in vain."""
+    """Raises `SettingError` if a drafter is asked for more nodes than it can draft: the extra
+    window positions would never hold a draft."""
     if drafter.num_nodes is not None and draft_length > drafter.num_nodes:
         raise SettingError(
             f"A draft length of {draft_length} was given, and {drafter.name} drafts at most "

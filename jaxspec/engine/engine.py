@@ -170,8 +170,9 @@ class Engine:
     def generate(
         self,
         prompts: Sequence[Prompt] | Prompt,
-        params: Params | Sequence[Params] | None = None,
+        sampling_params: Params | Sequence[Params] | None = None,
         *,
+        params: Params | Sequence[Params] | None = None,
         speculate: bool = True,
         draft_length: int | None = None,
         chat_template: str | None = None,
@@ -187,7 +188,8 @@ class Engine:
           prompts: each a text, token ids or a list of chat messages; also a dict with one of
             `prompt`, `prompt_token_ids` and `messages`, or a tokenizer's output. Ids may be arrays.
             One prompt counts as a list of one.
-          params: one for all, or one each; default `SamplingParams()`.
+          sampling_params: one for all, or one each; default `SamplingParams()`.
+          params: the same by a shorter name.
           speculate: False decodes plainly: in the same compiled program with every draft marked
             invalid, or in steps of one token where the engine has several widths.
           draft_length: replaces the engine's, up to `verify_length - 1`; triggers no compilation.
@@ -203,9 +205,10 @@ class Engine:
           SettingError: a parameter out of range.
           RequestError: the engine was shut down, or its weights were deleted.
         """
+        given = params if sampling_params is None else sampling_params
         requests = make_requests(
             prompts,
-            SamplingParams() if params is None else params,
+            SamplingParams() if given is None else given,
             self.target,
             longest=self.longest_prompt,
             chat_template=as_chat_template(chat_template),
@@ -535,7 +538,7 @@ def _drafting(
 
 
 def _shown(described: Mapping[str, Any]) -> str:
-    """An engine in a line."""
+    """One-line summary for `repr`."""
     names = ("verifier", "scheduler", "draft_length", "verify_length", "batch_size", "max_length")
     settings = ", ".join(f"{name} {described[name]}" for name in names)
     return f"<Engine of {described['target']} with drafter {described['drafter']}: {settings}>"

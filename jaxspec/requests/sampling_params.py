@@ -35,7 +35,8 @@ _TEMPERATURE = f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERAT
 @refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How one request is decoded, under vLLM's names. Functions that take it also take a dict of
+    """How one request is decoded, under vLLM's names, and with vLLM's defaults except that of
+    `temperature`: 0, greedy decoding, where vLLM's is 1. Functions that take it also take a dict of
     its fields: `{"max_tokens": 64}`.
 
     The order of operations is that of `jaxspec.sampling`: `logit_bias` and `allowed_token_ids`,

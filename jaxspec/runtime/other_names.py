@@ -17,7 +17,7 @@ _OF_ENGINE = {
 }
 _OF_REQUEST = dict.fromkeys(
     ("max_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "do_sample", "seed", "stop"),
-    "params, e.g. params={'max_tokens': 64, 'temperature': 0.7}",
+    "sampling_params, e.g. sampling_params={'max_tokens': 64, 'temperature': 0.7}",
 )
 
 OTHER_NAMES: dict[str, dict[str, str]] = {
@@ -43,8 +43,7 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         "max_new_tokens": "max_tokens of SamplingParams",
         "seed": "seed of SamplingParams",
     },
-    "Engine.generate": _OF_REQUEST
-    | {"sampling_params": "params", "use_tqdm": "on_progress, a function of Progress"},
+    "Engine.generate": _OF_REQUEST | {"use_tqdm": "on_progress, a function of Progress"},
     "SamplingParams": {
         **dict.fromkeys(("max_new_tokens", "max_completion_tokens", "max_length"), "max_tokens"),
         "min_new_tokens": "min_tokens",

@@ -10,7 +10,7 @@ through the target. `observe` is shown the features of prompts, `commit` those o
 An augmenting block reads one entry per position, feature t in slot t (Clover-2's also reads the
 token at t + 1), always the target's own features: those of rejected tokens are never stored, and
 nothing that heads made themselves is. Features are kept, so that the block need not read each as it
-comes: in plain steps it rests, and catches up before the next draft.
+comes: it is skipped in plain steps and catches up before the next draft.
 """
 
 from __future__ import annotations
@@ -295,7 +295,7 @@ class Heads(TrainedDrafter):
         )
 
     def init(self, shape: EngineShape) -> HeadsState:
-        """Nothing was seen."""
+        """Empty state."""
         num_rows, width = shape.batch_size, self.config.width
         block, features, cache = self.config.block, None, None
         if block is not None:

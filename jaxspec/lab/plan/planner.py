@@ -281,7 +281,7 @@ class Planner:
         return measure_parts(self.request.loop(settings))
 
     def bytes_of(self, settings: PlanSettings) -> PlanBytes:
-        """What settings take: compiled, or else computed."""
+        """Memory of a candidate: compiled, or else computed."""
         if settings in self.compiled:
             return self.compiled[settings]
         further = [each.added_bytes - each.parts.round_bytes for each in self.compiled.values()]
@@ -289,7 +289,7 @@ class Planner:
         return PlanBytes(parts=parts, added_bytes=parts.round_bytes + max([0, *further]))
 
     def compile(self, settings: PlanSettings) -> PlanBytes:
-        """What settings take, from their compiled programs; only computed if JAX lacks the devices
+        """Memory of a candidate, from its compiled programs; only computed if JAX lacks the devices
         of the mesh."""
         if settings not in self.compiled:
             found = self.bytes_of(settings)

@@ -269,7 +269,7 @@ class PlanRequest:
 
     @property
     def drafter_name(self) -> str | None:
-        """Of what is planned besides the target, for people; None of plain decoding."""
+        """Display name of the drafter, or None."""
         if self.drafter is not None:
             return self.drafter.name
         if self.draft is None:

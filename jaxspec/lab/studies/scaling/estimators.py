@@ -1,11 +1,11 @@
-"""What a prompt's counts say of a drafter: tau, and acceptance by position.
+"""Per-prompt estimators of acceptance: tau, and acceptance by position.
 
-The last round of an output is no round like the others. It is cut short where the output ends, and
-offers no rejection; and the round that happens to reach the end is more often a long one. Counting
-it whole biases `emitted / rounds` by some per cent, more the more a round emits, and so bends a
-curve over training. So tau and the acceptance by position leave the last round of every prompt out;
-`emitted_per_round` is `emitted / rounds` as everybody counts it. The rate of single tokens needs no
-such care: nearly every token of an output was judged once, wherever it ends.
+The last round of an output is biased: it is truncated where the output ends, it has no rejection,
+and long rounds are more likely to be last. Counting it shifts `emitted / rounds` by some per cent,
+more the more a round emits, and so bends a curve over training. Tau and the acceptance by position
+therefore exclude the last round of every prompt; `emitted_per_round` is the usual ratio. The rate
+of single tokens needs no such care: nearly every token of an output was judged once, wherever the
+output ends.
 """
 
 from __future__ import annotations

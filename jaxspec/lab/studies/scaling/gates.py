@@ -1,4 +1,4 @@
-"""What must hold before a line through points may be called a law."""
+"""Conditions for calling a fit a scaling law."""
 
 from __future__ import annotations
 

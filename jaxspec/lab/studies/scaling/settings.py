@@ -77,18 +77,18 @@ class ScalingSettings(Bench):
     tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
     """Training tokens of the reference drafter, in increasing order."""
     first_seed_tokens: tuple[int, ...] = ()
-    """Further ones of the reference drafter, with the first seed only."""
+    """More token counts for the reference drafter, trained with the first seed only."""
     other_tokens: tuple[int, ...] = ()
     """Training tokens of the other drafters; default those of --tokens."""
     seeds: tuple[int, ...] = (0, 1, 2)
-    """Of weights and row order; drafters other than the reference have the first."""
+    """Training seeds (weights and row order). Only the reference drafter is trained with all of
+    them."""
     evaluate_tokens: int = 4096
     """Held-out tokens of each domain for losses and overlaps."""
     draft_lengths: tuple[int, ...] = (4, 8)
     """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Rows of a batch, for the reference drafter after the most tokens; the others are decoded in
-    the largest."""
+    """Batch sizes for the fully trained reference drafter; all other drafters use the largest."""
     time_draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
     """Draft lengths whose rounds are timed at every batch size."""
     prompts: pathlib.Path | None = None
@@ -100,17 +100,17 @@ class ScalingSettings(Bench):
     sequence_length: NoOption[int] = 256
     """Tokens of a training row."""
     learning_rate: NoOption[float] = 3e-3
-    """Of every trunk."""
+    """Learning rate of each training run."""
     warmup_steps: NoOption[int] = 40
-    """Of every trunk."""
+    """Warm-up steps of each training run."""
     limit: NoOption[int | None] = None
-    """The first so many prompts only."""
+    """Use only the first N prompts."""
     max_prompt_tokens: NoOption[int] = 64
-    """Longer prompts are cut to their first so many tokens."""
+    """Truncate prompts to this many tokens."""
     max_tokens: NoOption[int] = 64
     """Tokens emitted per prompt; stop tokens are ignored."""
     repeats: NoOption[int] = 5
-    """Timed runs of each stage of a round; medians count."""
+    """Timed runs of each stage of a round; the median is reported."""
 
     def check_out(self) -> None:
         """Raises `SettingError` if the report cannot be written."""
