@@ -1,13 +1,13 @@
 """Evidence that sampled tokens were not drawn from the distribution that they are claimed to
 follow.
 
-Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. For each of them a
-likelihood ratio (a test martingale, the "bet" below) is multiplied at every token by q / p, where p is the probability that the token should have and q the
-one that it has under the alternative (with `HONEST_SHARE` of p mixed in, so that no single token
-loses the whole bet). If tokens are drawn from p, the bet always has mean 1, so the probability that
-it ever exceeds 1 / alpha is at most alpha (Ville's inequality). The mean of the bets on all
-alternatives is such a bet as well, so trying several alternatives costs no more than the logarithm
-of their number.
+Each of `ALTERNATIVES` is a way in which sampling goes wrong in practice. For each of them we keep a
+likelihood ratio (a test martingale, the "bet" below): it is multiplied at every token by q / p,
+where p is the probability that the token should have and q the one that it has under the
+alternative (with `HONEST_SHARE` of p mixed in, so that no single token loses the whole bet). If
+tokens are drawn from p, the bet always has mean 1, so the probability that it ever exceeds
+1 / alpha is at most alpha (Ville's inequality). The mean of the bets on all alternatives is such a
+bet as well, so trying several alternatives costs no more than the logarithm of their number.
 
 Bets on outputs that were drawn independently are multiplied. Outputs that share a seed share their
 noise; their bets are averaged, which gives a bet of mean 1 however they depend on each other.
