@@ -31,8 +31,8 @@ from jaxspec.types import PyTree
 # fp32 arrays `[V]` that XLA allocates for a token besides its logits: where it is drawn (a copy of
 # the logits, noise, penalties, filters), and where a verifier compares distributions and draws one
 # token for the whole window. A test compares both with compiled rounds.
-ARRAYS_PER_DRAW = 12
-ARRAYS_PER_COMPARISON = 8
+ARRAYS_PER_DRAW = 11
+ARRAYS_PER_COMPARISON = 6
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

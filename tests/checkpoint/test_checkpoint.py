@@ -182,8 +182,9 @@ def test_saving_does_not_overwrite_unasked(tmp_path):
 @pytest.fixture(scope="module")
 def saved_once(tmp_path_factory) -> Path:
     model = dataclasses.replace(tiny_model(), tokenizer=tiny.tokenizer())
-    save_model(model, tmp_path_factory.mktemp("saved") / "model")
-    return tmp_path_factory.getbasetemp() / "saved0" / "model"
+    directory = tmp_path_factory.mktemp("saved") / "model"
+    save_model(model, directory)
+    return directory
 
 
 @pytest.fixture

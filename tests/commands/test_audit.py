@@ -69,7 +69,7 @@ def test_a_run_with_kv_in_int8_says_how_far_it_is_from_full_kv(cli, refused, mod
     assert 0 < distance["mean_kl"] < distance["max_kl"]
     assert "full KV" in result.out
     message = refused(*options, "--drafter", "ngram", *kv)
-    assert "the drafter 'ngram', which is not a draft model; leave it out" in message
+    assert "kv_dtype was given for the drafter ngram, which takes" in message
 
 
 def test_a_greedy_run_of_a_lossy_verifier_says_so(cli, models, prompts):

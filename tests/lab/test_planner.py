@@ -23,6 +23,7 @@ from jaxspec.decode.loop import empty
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
+from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import PlanBytes, bytes_of, compile_programs, measure_parts, num_bytes
@@ -577,9 +578,8 @@ def test_a_plan_names_arguments_and_options_that_exist():
     assert set(each.drafter_options) <= set(inspect.signature(DraftModel.__init__).parameters)
     options = {field.name for field in dataclasses.fields(GenerateCommand)}
     for field in dataclasses.fields(PlanSettings):
-        assert field.name.startswith("num") or field.name in options
-    chunk = inspect.signature(Engine.__init__).parameters["prefill_chunk"].default
-    assert chunk == PREFILL_CHUNK
+        assert field.name.startswith(("num", "draft_kv")) or field.name in options
+    assert EngineConfig.prefill_chunk == PREFILL_CHUNK
 
 
 # --------------------------------------------------------------------- drafters without a model

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -236,6 +237,9 @@ class MemoryPlan:
             lines.append(f"drafter = {_call('jaxspec.DraftModel', loaded, **options)}")
             arguments.append("drafter")
             words += ["--draft", str(self.draft)]
+            if options:
+                named = {name: getattr(value, "name", value) for name, value in options.items()}
+                words += ["--drafter-args", shlex.quote(json.dumps(named))]
         if settings.num_devices > 1:
             shape = (settings.num_data_shards, settings.num_model_shards)
             arguments.append(f'mesh=jax.make_mesh({shape}, ("data", "model"))')
@@ -244,10 +248,9 @@ class MemoryPlan:
             words += ["--verifier", self.verifier]
         words += ["--scheduler", self.scheduler]
         for name, value in dataclasses.asdict(settings).items():
-            if value and not name.startswith("num"):
+            if value and not name.startswith(("num", "draft_kv")):
                 words += [f"--{name.replace('_', '-')}", str(value)]
-        is_option = settings.num_devices == 1 and not self.draft_options
-        if is_option and self.draft_dtype in (None, self.dtype):
+        if settings.num_devices == 1 and self.draft_dtype in (None, self.dtype):
             lines.append(" ".join(words))
         return "\n".join(lines)
 
