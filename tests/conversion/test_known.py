@@ -117,7 +117,7 @@ def test_known_things_are_called_by_their_names(name, directory):
 def test_a_healthy_model_is_nothing_known(directory):
     refuse_known(directory)
     with pytest.raises(ModelError, match="holds no heads in a layout that is known"):
-        load_drafter(directory, toy.model())
+        load_drafter(directory, toy.model(), kind="heads")
     for damage in (b"", b"\xff" * 9, b"\x10\0\0\0\0\0\0\0[1, 2]"):
         (directory / "model.safetensors").write_bytes(damage)
         refuse_known(directory)

@@ -141,7 +141,7 @@ def test_draws_that_depend_on_the_width_are_caught(monkeypatch, caplog):
 
 def test_sums_whose_order_xla_chooses_are_caught(monkeypatch):
     def equal(logits):
-        return width_probe._are_equal(*width_probe._draw_widths(logits))
+        return width_probe._are_equal(*width_probe._draw_widths(logits, False))
 
     logits = 3 * np.random.default_rng(0).standard_normal((2, 5, 512)).astype(np.float32)
     assert equal(jnp.asarray(logits))
