@@ -191,7 +191,6 @@ def parse_drafter(
     if isinstance(drafter, str):
         given = _parse_name(drafter)
     else:
-        check_kind("drafter", drafter, Mapping, "a drafter, what names one, or None")
         given = dict(drafter)
     given |= arguments or {}
     if "kind" not in given and "model" not in given:
@@ -290,7 +289,9 @@ def choose_drafter(
       SettingError: see `parse_drafter`, or a setting is out of range.
       ModelError: the factory cannot be imported or, when it is called, does not return a drafter.
     """
-    if drafter in ("none", {"kind": "none"}):
+    check_kind("drafter", drafter, (str, Mapping), "a drafter, what names one, or None")
+    alone = drafter if isinstance(drafter, str) else len(drafter) == 1 and drafter.get("kind")
+    if isinstance(alone, str) and alone == "none":
         return None
     kind, given = parse_drafter(drafter, arguments)
     if kind not in KINDS:

@@ -25,7 +25,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
-from jaxspec.load.drafters import make_drafter, parse_drafter
+from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -139,7 +139,7 @@ def describe_draft(drafter: Drafter | str | Mapping[str, Any]) -> DescribedDraft
                 "draft_kv_dtypes": (drafter.model.kv_dtype,),
             },
         )
-    if isinstance(drafter, Drafter) or drafter == "none":
+    if isinstance(drafter, Drafter) or choose_drafter(drafter) is None:
         return None
     kind, options = parse_drafter(drafter)
     if kind != "draft_model":
