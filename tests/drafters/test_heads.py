@@ -332,8 +332,8 @@ class PostNorm(Heads):
 class WrongPath(Heads):
     """Tells a head the tokens before those on the way to a node."""
 
-    def _scorer(self, params, anchor, num_heads, wanted):
-        score = super()._scorer(params, anchor, num_heads, wanted)
+    def _scorer(self, shape, params, anchor, num_heads, wanted):
+        score = super()._scorer(shape, params, anchor, num_heads, wanted)
         return lambda index, hidden, tokens: score(index, hidden, jnp.roll(tokens, 1, axis=-1))
 
 
