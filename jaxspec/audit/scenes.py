@@ -22,7 +22,6 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
-from jaxspec.schedulers import Static
 from jaxspec.types import EngineShape, Finish, RowSampling
 from jaxspec.verifiers import Verifier
 
@@ -104,7 +103,6 @@ class DistributionScene:
             target=target,
             drafter=DraftModel(draft_model),
             verifier=self.verifier,
-            scheduler=Static(),
             shape=shape,
             num_stop_tokens=1,
         )

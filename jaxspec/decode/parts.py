@@ -10,6 +10,7 @@ from jaxspec.decode.state import LogprobsConfig
 from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.models.base import Model
 from jaxspec.schedulers.base import Scheduler
+from jaxspec.schedulers.static import Static
 from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import EngineShape, PyTree
 from jaxspec.verifiers.base import Verifier
@@ -41,7 +42,7 @@ class RoundParts:
     target: Model
     drafter: Drafter = dataclasses.field(default_factory=NoDrafter)
     verifier: Verifier = dataclasses.field(default_factory=Coupled)
-    scheduler: Scheduler
+    scheduler: Scheduler = dataclasses.field(default_factory=Static)
     shape: EngineShape
     num_stop_tokens: int
     layout: Layout = "ragged"

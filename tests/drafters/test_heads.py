@@ -577,8 +577,8 @@ def test_heads_after_a_spent_budget_are_not_computed(target, tree, expected):
     class Noted(Heads):
         """Notes which heads are computed."""
 
-        def _scorer(self, params, anchor, num_heads, wanted):
-            score = super()._scorer(params, anchor, num_heads, wanted)
+        def _scorer(self, shape, params, anchor, num_heads, wanted):
+            score = super()._scorer(shape, params, anchor, num_heads, wanted)
 
             def note(index, hidden, tokens):
                 jax.debug.callback(lambda: computed.append(index))
