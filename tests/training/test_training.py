@@ -352,7 +352,7 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
         (CheckpointError, "model exists, and what is trained", lambda: train(out=tmp_path)),
         (
             CheckpointError,
-            "other values of token_checksums;",
+            "other values of domains, exclude, token_checksums;",
             lambda: train(out=trained[0], resume=True, exclude=("tale",), domains=("sums",)),
         ),
         (ModelError, "neither a converted directory", lambda: train(teacher=str(tmp_path))),
