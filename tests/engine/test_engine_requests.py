@@ -470,9 +470,9 @@ def test_bytes_are_those_of_the_arrays_and_what_does_not_fit_is_refused(target, 
     assert 1 <= batch_size < 2**14
 
     # A round's logits, too: 3 rows, a window of 5 tokens, fp32, of which 9 tokens are drawn at a
-    # time with twelve arrays each.
+    # time with eleven arrays each.
     needed = memory.needed_bytes
-    assert needed == nbytes + (3 * 5 + 12 * 9) * target.vocab_size * 4
+    assert needed == nbytes + (3 * 5 + 11 * 9) * target.vocab_size * 4
 
     # Exactly what is named fits, one row or one block more does not, nor does a longer draft.
     monkeypatch.setattr("jaxspec.engine.memory.free_memory", lambda: (needed, "in this cgroup"))
