@@ -43,9 +43,8 @@ NOT_RUN = {
     "jaxspec bench program": "needs the `deviceless` extra; tests/lab/test_program.py runs it",
     "jaxspec bench decode --against hf": "takes ten minutes; tests/lab/test_hf.py runs it on "
     "tiny models",
-    "jaxspec study published --quick": "takes ten minutes; tests/bench/test_study.py runs it",
-    "jaxspec study published --target MODEL": "takes ten minutes; tests/bench/test_study.py runs "
-    "it",
+    "jaxspec study published --quick": "takes ten minutes; tests/lab/test_study.py runs it",
+    "jaxspec study published --target MODEL": "takes ten minutes; tests/lab/test_study.py runs it",
     "jaxspec study published --oracle": "has 8 billion random parameters",
     "jaxspec study scaling --quick": "takes twenty minutes; tests/commands/test_study_command.py "
     "runs it with fewer tokens",
