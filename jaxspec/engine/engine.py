@@ -18,7 +18,7 @@ from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
-from jaxspec.errors import RequestError, warn_once
+from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
@@ -205,6 +205,8 @@ class Engine:
           SettingError: a parameter out of range.
           RequestError: the engine was shut down, or its weights were deleted.
         """
+        if params is not None and sampling_params is not None:
+            raise SettingError("Both sampling_params and params were given; give one of them.")
         given = params if sampling_params is None else sampling_params
         requests = make_requests(
             prompts,

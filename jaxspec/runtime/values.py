@@ -166,12 +166,6 @@ def listed(name: str, value: Any) -> tuple[Any, ...]:
     return entries
 
 
-def check_at_least_one(**settings: Any) -> None:
-    """Raises `SettingError` for the first setting that is not a whole number of at least 1."""
-    for name, value in settings.items():
-        whole_number(name, value, least=1, most=LARGEST_BYTES)
-
-
 def seconds(name: str, value: Any) -> float | None:
     """A time limit as a float, or None for no limit.
 

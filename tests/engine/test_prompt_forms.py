@@ -9,7 +9,7 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import Engine, NGram, PromptError, SamplingParams
+from jaxspec import Engine, NGram, PromptError, SamplingParams, SettingError
 from jaxspec.audit import self_audit
 from jaxspec.lab import compare
 from jaxspec.serving.engine import ServingEngine
@@ -156,3 +156,14 @@ def test_variables_that_are_no_dict(doors):
         with pytest.raises(PromptError, match="chat_template_kwargs") as raised:
             ids_of(CHAT, chat_template_kwargs="glad")
         assert "\n" not in str(raised.value), name
+
+
+def test_sampling_params_have_vllms_name_and_a_shorter_one(engine):
+    ours, theirs = (
+        engine.generate("hi", params=PARAMS),
+        engine.generate("hi", sampling_params=PARAMS),
+    )
+    assert ours[0].token_ids == theirs[0].token_ids == engine.generate("hi", PARAMS)[0].token_ids
+    assert len(theirs[0].token_ids) == PARAMS.max_tokens
+    with pytest.raises(SettingError, match="Both sampling_params and params were given"):
+        engine.generate("hi", PARAMS, params=PARAMS)
