@@ -697,12 +697,18 @@ def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
     """
     if len(layers) < 2 or list(layers) != sorted(set(layers)):
         raise SettingError(f"--layers {layers} was given; give two or more numbers, rising.")
-    jax.config.update("jax_enable_compilation_cache", False)
     draft, *targets = (
         random_model(tiny_config(num_layers), dtype="float32") for num_layers in (2, *layers)
     )
-    _compile_engine(targets[0], draft)  # what is loaded at the first compile
-    times = [[_compile_engine(target, draft) for target in targets] for _ in range(COMPILE_REPEATS)]
+    is_cached = jax.config.values["jax_enable_compilation_cache"]
+    jax.config.update("jax_enable_compilation_cache", False)
+    try:
+        _compile_engine(targets[0], draft)  # what is loaded at the first compile
+        times = [
+            [_compile_engine(target, draft) for target in targets] for _ in range(COMPILE_REPEATS)
+        ]
+    finally:
+        jax.config.update("jax_enable_compilation_cache", is_cached)
     results: list[dict[str, Any]] = []
     for num_layers, runs in zip(layers, zip(*times, strict=True), strict=True):
         cpu_s, wall_s, programs = zip(*runs, strict=True)
