@@ -238,11 +238,17 @@ def atomic_directory(
 
 def _remove_written(partial: Path) -> None:
     """Removes what is left of `partial`. Threads of an interrupted writer (Orbax's) may continue
-    for a moment, and make the directory again."""
-    for _ in range(20):
-        if not partial.exists():
+    for a moment and make the directory again, so it has to stay away for half a second."""
+    if not partial.exists():
+        return  # it was moved into place
+    num_absent = 0
+    for _ in range(40):
+        if partial.exists():
+            num_absent = 0
+            shutil.rmtree(partial, ignore_errors=True)
+        num_absent += 1
+        if num_absent > 5:
             return
-        shutil.rmtree(partial, ignore_errors=True)
         time.sleep(0.1)
 
 

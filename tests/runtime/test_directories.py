@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -103,6 +104,23 @@ def test_a_block_that_raises_leaves_the_older_directory(tmp_path):
         write(tmp_path / "out", None, overwrite=True)
     assert content(tmp_path / "out") == "old"
     assert names(tmp_path) == ["out"]
+
+
+def test_a_directory_that_a_thread_makes_again_is_removed_too(tmp_path):
+    threads: list[threading.Timer] = []
+
+    def write_and_fail():
+        with atomic_directory(tmp_path / "out") as partial:
+            for after_s in (0.05, 0.35):  # as threads of Orbax do
+                threads.append(threading.Timer(after_s, partial.mkdir, kwargs={"exist_ok": True}))
+                threads[-1].start()
+            raise TypeError
+
+    with pytest.raises(TypeError):
+        write_and_fail()
+    for thread in threads:
+        thread.join()
+    assert names(tmp_path) == []
 
 
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
