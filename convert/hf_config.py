@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from jaxspec.errors import CheckpointError, ModelError
-from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.config import MAX_LAYERS, ModelConfig, RopeConfig
 
 LARGEST_COUNT = 2**31 - 1  # sizes and positions are int32 on the device
-LARGEST_NUM_LAYERS = 10_000
 _ROPE_KEYS = {
     "type",
     "rope_type",
@@ -126,7 +125,7 @@ class HFConfig:
     @property
     def num_layers(self) -> int:
         """L."""
-        return self.count("num_hidden_layers", most=LARGEST_NUM_LAYERS)
+        return self.count("num_hidden_layers", most=MAX_LAYERS)
 
     @property
     def head_size(self) -> int:

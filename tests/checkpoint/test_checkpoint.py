@@ -333,7 +333,7 @@ def test_parameters_of_another_model(saved):
     fields = json.loads(manifest.read_text())
     fields |= {"config": other.to_json(), "num_params": decoder.num_params(other)}
     manifest.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"as those of a llama model \(.* is stored as"):
+    with pytest.raises(CheckpointError, match=r"as those of a model \(.* is stored as"):
         load_model(saved, verify=False)
     shutil.rmtree(saved / "params")
     with pytest.raises(CheckpointError, match="convert the model again"):

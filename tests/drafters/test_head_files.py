@@ -108,7 +108,7 @@ def test_heads_that_an_engine_has_packed_are_saved_as_they_were(tmp_path):
 def test_what_the_manifest_says(saved):
     fields = json.loads((saved / "jaxspec.json").read_text())
     assert (fields["kind"], fields["format_version"]) == ("heads", FORMAT_VERSION)
-    assert fields["config"] == json.loads(json.dumps(CONFIGS["hydra"].to_json()))
+    assert fields["config"] == json.loads(json.dumps(dataclasses.asdict(CONFIGS["hydra"])))
     assert (fields["target"], fields["target_weights"]) == ("toy0", weights_digest(TARGET.params))
     assert "jaxspec.json" not in fields["files"]
 

@@ -19,7 +19,6 @@ from safetensors.numpy import load_file, save_file
 
 import jaxspec
 from jaxspec.drafters.heads import formulas
-from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import TargetParts
@@ -281,7 +280,7 @@ def our_logits(heads: Heads, features: np.ndarray, tokens: list[int]) -> list[np
         parts,
         jnp.asarray(features, jnp.float32)[None],
         everything[None, :length],
-        lambda x: run_training_block(config, params, x, jnp.ones((1, length), jnp.int32)),
+        lambda x: formulas.run_training_block(config, params, x, jnp.ones((1, length), jnp.int32)),
     )[0, -1]
     found = []
     for k in range(config.num_heads):

@@ -613,7 +613,7 @@ def test_heads_that_do_not_fit_are_refused(target):
             heads_config(kind, target.config, **field)
     with pytest.raises(ModelError, match="have dtype bfloat16, and the target calm0 has dtype"):
         check(config, toys.random_params(config, dtype=jnp.bfloat16))
-    with pytest.raises(ModelError, match=r"medusa have nothing at params\['heads'\]\[1\]"):
+    with pytest.raises(ModelError, match=r"heads weights have nothing at params\['heads'\]\[1\]"):
         Heads(config, {"heads": params["heads"][:1]})
     with pytest.raises(SettingError, match=r"The tree static:4 is 4 deep, and there are 3 heads"):
         Heads(config, params, tree=StaticTree(tuple((0,) * depth for depth in (1, 2, 3, 4))))
