@@ -5,7 +5,12 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import hf_checkpoints
@@ -14,7 +19,7 @@ import pytest
 
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.convert import convert
-from jaxspec.errors import CheckpointError, JaxspecError, ModelError
+from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 
 
 def refused(source: Path, error: type[JaxspecError], *fragments: str, **options) -> None:
@@ -243,43 +248,32 @@ def test_an_absent_epsilon_is_the_default_of_the_family(tmp_path):
     assert convert(source, tmp_path / "out").config.norm_epsilon == 1e-6
 
 
-def test_missing_tensors(tmp_path):
-    def drop(tensors):
-        del tensors["model.layers.1.self_attn.k_proj.weight"]
-        del tensors["lm_head.weight"]
+@pytest.mark.parametrize(
+    ("name", "change", "fragments"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", None, ("lacks", "layers.1.self_attn.k_proj")),
+        ("lm_head.weight", None, ("lacks", "lm_head.weight")),
+        ("model.layers.0.self_attn.q_norm.weight", lambda _: np.ones(8, np.float32),
+         ("unexpected", "q_norm.weight")),
+        ("model.layers.0.mlp.up_proj.weight", lambda _: np.ones((56, 37), np.float32),
+         ("wrong shape", "up_proj.weight", "[56, 37]", "[56, 36]")),
+        ("model.layers.0.mlp.up_proj.weight", lambda up: up.astype(np.int8),
+         ("up_proj.weight", "dtype other than")),
+    ],
+)  # fmt: skip
+def test_tensors_of_another_model(name, change, fragments, tmp_path):
+    def changed(tensors):
+        before = tensors.pop(name, None)
+        if change is not None:
+            tensors[name] = change(before)
 
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=drop)
-    refused(source, CheckpointError, "lacks", "layers.1.self_attn.k_proj", "lm_head.weight")
-
-
-def test_unexpected_tensors(tmp_path):
-    def add(tensors):
-        tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=add)
-    refused(source, CheckpointError, "unexpected", "q_norm.weight")
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=changed)
+    refused(source, CheckpointError, *fragments)
 
 
 def test_more_layers_than_the_config_says(hf):
     hf_checkpoints.edit_json(hf / "config.json", num_hidden_layers=1)
     refused(hf, CheckpointError, "unexpected", "model.layers.1.", "more")
-
-
-def test_mis_shaped_tensors(tmp_path):
-    def widen(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((56, 37), np.float32)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=widen)
-    refused(source, CheckpointError, "wrong shape", "up_proj.weight", "[56, 37]", "[56, 36]")
-
-
-def test_tensors_of_another_dtype(tmp_path):
-    def quantize(tensors):
-        name = "model.layers.0.mlp.up_proj.weight"
-        tensors[name] = tensors[name].astype(np.int8)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=quantize)
-    refused(source, CheckpointError, "up_proj.weight", "dtype other than")
 
 
 def test_a_missing_shard(hf):
@@ -312,6 +306,16 @@ def test_damaged_index_and_config(hf):
     refused(hf, CheckpointError, "config.json is missing")
 
 
+def test_what_does_not_go_with_the_source(hf):
+    refused(hf, ModelError, "'int8'", "bfloat16", dtype="int8")
+    refused(hf, ModelError, "revision", "main", revision="main")
+    (hf / "tokenizer.json").write_text("{}")
+    refused(hf, CheckpointError, "tokenizer")
+    for file in hf.glob("model*"):
+        file.unlink()
+    refused(hf, CheckpointError, "no weights", "pytorch_model.bin")
+
+
 @pytest.mark.parametrize("content", ["a list", "a number", "a sparse tensor"])
 def test_a_torch_file_that_holds_no_state_dict(content, hf):
     torch = pytest.importorskip("torch")
@@ -324,25 +328,6 @@ def test_a_torch_file_that_holds_no_state_dict(content, hf):
     }
     torch.save(held[content], hf / "pytorch_model.bin")
     refused(hf, CheckpointError, "pytorch_model.bin", "give a state dict of the whole model")
-
-
-def test_no_weights(hf):
-    for file in hf.glob("model*"):
-        file.unlink()
-    refused(hf, CheckpointError, "no weights", "pytorch_model.bin")
-
-
-def test_damaged_tokenizer(hf):
-    (hf / "tokenizer.json").write_text("{}")
-    refused(hf, CheckpointError, "tokenizer")
-
-
-def test_an_unknown_dtype(hf):
-    refused(hf, ModelError, "'int8'", "bfloat16", dtype="int8")
-
-
-def test_a_revision_of_a_local_directory(hf):
-    refused(hf, ModelError, "revision", "main", revision="main")
 
 
 def test_existing_destination(hf):
@@ -376,6 +361,46 @@ def test_too_little_space(hf, monkeypatch):
     usage = shutil.disk_usage(hf)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
     refused(hf, CheckpointError, "needs", "GiB", "free")
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    """It is an error of Orbax's C++."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        refused(source, CheckpointError, "cannot be written (File too large)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+_SLOW = """
+import sys, time
+import orbax.checkpoint.experimental.v1 as ocp
+from jaxspec.convert import convert
+from jaxspec.checkpoint import format as checkpoint
+checkpoint._SAVE_BATCH_BYTES = 20_000
+save = ocp.partial.save
+ocp.partial.save = lambda *args: (save(*args), time.sleep(0.02))
+convert(sys.argv[1], sys.argv[2])
+"""
+
+
+def test_the_second_of_two_conversions(tmp_path):
+    """It is told who converts, and the first one finishes. (tests/attack kills them.)"""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3", num_shards=3)
+    command = [sys.executable, "-c", _SLOW, str(source), str(tmp_path / "out")]
+    first = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+    while not list(tmp_path.glob(".out.partial/params*")):
+        assert first.poll() is None
+        time.sleep(0.005)
+    first.send_signal(signal.SIGSTOP)
+    with pytest.raises(SettingError, match=rf"out is being written by process {first.pid}"):
+        convert(source, tmp_path / "out", overwrite=True)
+    first.send_signal(signal.SIGCONT)
+    assert first.wait() == 0
+    assert checkpoint.load_converted(tmp_path / "out").vocab_size == 97
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
 @pytest.mark.parametrize(
