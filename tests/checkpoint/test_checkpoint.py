@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import hf_checkpoints
@@ -395,36 +394,9 @@ def test_names_that_name_nothing(tmp_path, monkeypatch):
 
 @pytest.fixture
 def hub_model(hf, monkeypatch):
-    """A hub that knows `org/model`, whose files are those of `hf`; counts the downloads."""
-    import huggingface_hub as hub
-    from huggingface_hub import errors
-
-    downloads = []
-
-    def not_found(name):
-        response = types.SimpleNamespace(headers={}, request=None, status_code=404)
-        return errors.RepositoryNotFoundError(f"no {name}", response=response)
-
-    def model_info(self, name, *, revision=None, files_metadata=False):
-        if name != "org/model":
-            raise not_found(name)
-        files = [
-            types.SimpleNamespace(rfilename=file.name, size=file.stat().st_size)
-            for file in hf.iterdir()
-        ]
-        files.append(types.SimpleNamespace(rfilename="pytorch_model.bin", size=2**50))
-        commit = {None: "c0ffee", "main": "c0ffee", "old": "decaf"}[revision]
-        return types.SimpleNamespace(sha=commit, siblings=files)
-
-    def snapshot_download(name, *, revision=None, allow_patterns=None, local_files_only=False):
-        if local_files_only:
-            raise errors.LocalEntryNotFoundError("not in the cache")
-        downloads.append((name, revision, tuple(allow_patterns)))
-        return str(hf)
-
-    monkeypatch.setattr(hub.HfApi, "model_info", model_info)
-    monkeypatch.setattr(hub, "snapshot_download", snapshot_download)
-    return downloads
+    """A hub that knows `org/model`, whose files are those of `hf`; the downloads."""
+    others = ("pytorch_model.bin",)
+    return hf_checkpoints.play_hub(monkeypatch, hf, name="org/model", others=others)
 
 
 def test_hub_ids(hub_model, conversions):

@@ -7,10 +7,6 @@ import json
 import os
 import resource
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import hf_checkpoints
@@ -19,7 +15,7 @@ import pytest
 
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.convert import convert
-from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.errors import CheckpointError, JaxspecError, ModelError
 
 
 def refused(source: Path, error: type[JaxspecError], *fragments: str, **options) -> None:
@@ -372,35 +368,6 @@ def test_a_limit_on_the_size_of_files(tmp_path):
         refused(source, CheckpointError, "cannot be written (File too large)")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-
-
-_SLOW = """
-import sys, time
-import orbax.checkpoint.experimental.v1 as ocp
-from jaxspec.convert import convert
-from jaxspec.checkpoint import format as checkpoint
-checkpoint._SAVE_BATCH_BYTES = 20_000
-save = ocp.partial.save
-ocp.partial.save = lambda *args: (save(*args), time.sleep(0.02))
-convert(sys.argv[1], sys.argv[2])
-"""
-
-
-def test_the_second_of_two_conversions(tmp_path):
-    """It is told who converts, and the first one finishes. (tests/attack kills them.)"""
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3", num_shards=3)
-    command = [sys.executable, "-c", _SLOW, str(source), str(tmp_path / "out")]
-    first = subprocess.Popen(command, cwd=Path(__file__).parents[2])
-    while not list(tmp_path.glob(".out.partial/params*")):
-        assert first.poll() is None
-        time.sleep(0.005)
-    first.send_signal(signal.SIGSTOP)
-    with pytest.raises(SettingError, match=rf"out is being written by process {first.pid}"):
-        convert(source, tmp_path / "out", overwrite=True)
-    first.send_signal(signal.SIGCONT)
-    assert first.wait() == 0
-    assert checkpoint.load_converted(tmp_path / "out").vocab_size == 97
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "out"]
 
 
 @pytest.mark.parametrize(

@@ -44,14 +44,11 @@ def drafter(name, target):
 
 
 @pytest.mark.parametrize("name", ["head", "riding"])
-@pytest.mark.parametrize("exactness", ["bitwise", "ties"])
-def test_output_is_the_targets_and_nothing_lags(target, plain, name, exactness):
-    more = {"draft_length": "auto", "verify_length": 4} if exactness == "ties" else {}
-    engine = Engine(target, drafter(name, target), exactness=exactness, **SMALL, **more)
+def test_output_is_the_targets_and_nothing_lags(target, plain, name):
+    settings = SMALL | {"exactness": "ties", "draft_length": "auto", "verify_length": 4}
+    engine = Engine(target, drafter(name, target), **settings)
     found = engine.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in found] == plain
-    if exactness == "bitwise":
-        assert sum(c.acceptance.num_draft_tokens for c in found) > 0
     assert not np.any(engine.executor.lags())
 
 
@@ -327,15 +324,6 @@ def test_a_path_may_lead_to_entries_of_an_earlier_call(target):
     )
     hidden, _ = forward(target.params, jnp.asarray([[9]], jnp.int32), below, cache)
     np.testing.assert_allclose(hidden[0, 0], expected[0, 6], rtol=1e-4, atol=1e-4)
-
-
-def test_a_draft_model_rewinds():
-    draft = jaxspec.DraftModel(toy.model(num_layers=1))
-    shape = Engine(toy.model(num_layers=1), draft, **SMALL).shape
-    state = draft.init(shape)
-    state = state.replace(num_seen=jnp.asarray([9, 5], jnp.int32))
-    after = draft.rewind(shape, draft.params, state, None, jnp.int32(0), jnp.int32(4))
-    assert after.num_seen.tolist() == [4, 5]
 
 
 def test_a_program_without_taps_is_that_of_forward_alone(target, monkeypatch):

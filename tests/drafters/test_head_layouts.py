@@ -4,10 +4,8 @@ what is fetched from the hub. (What these heads compute is compared with the pro
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pickle
-import types
 import warnings
 from pathlib import Path
 
@@ -16,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from hf_checkpoints import play_hub
 from safetensors.numpy import load_file, save_file
 
 from jaxspec.drafters.heads.config import HeadsConfig
@@ -409,61 +408,43 @@ def test_torch_files_that_are_refused(place, monkeypatch, capsys):
     assert "never" not in capsys.readouterr().out
 
 
-# From the hub, with its answers played back
-
-
-@contextlib.contextmanager
-def hub_of(directory: Path, monkeypatch, others: tuple[str, ...] = ()):
-    """A hub that knows `org/heads`, whose files are those of `directory` and some that must not be
-    fetched; yields the patterns that were."""
-    import huggingface_hub as hub
-
-    fetched: list[list[str]] = []
-
-    def model_info(self, name, *, revision=None, files_metadata=False):
-        sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
-        sizes |= dict.fromkeys(others, 2**50)  # larger than any disk
-        siblings = [types.SimpleNamespace(rfilename=n, size=size) for n, size in sizes.items()]
-        return types.SimpleNamespace(sha="c0ffee", siblings=siblings)
-
-    def snapshot_download(name, *, revision=None, allow_patterns=None, local_files_only=False):
-        fetched.append(list(allow_patterns))
-        return str(directory)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(hub.HfApi, "model_info", model_info)
-        patch.setattr(hub, "snapshot_download", snapshot_download)
-        yield fetched
+# From the hub
 
 
 def test_only_what_holds_heads_is_fetched(place, monkeypatch):
+    def fetched(directory: Path, *others: str, name: str = "org/heads", **options) -> list:
+        """The patterns that are fetched to load heads, and last why they are refused."""
+        with monkeypatch.context() as patch:
+            downloads = play_hub(patch, directory, name="org/heads", others=others)
+            try:
+                loaded = load_drafter(name, TARGET, **options).name
+                assert loaded == "medusa[budget:4]:org/heads"
+            except ModelError as error:
+                return [*(patterns for *_, patterns in downloads), str(error)]
+            return [patterns for *_, patterns in downloads]
+
+    heads = {"kind": "heads"}
     own = write(place / "own", medusa_tensors(), MEDUSA, "medusa_lm_head.safetensors")
     others = ("medusa_lm_head.pt", "tokenizer.model", "model.safetensors")
-    with hub_of(own, monkeypatch, others) as fetched:
-        assert load_drafter("org/heads", TARGET, kind="heads").name == "medusa[budget:4]:org/heads"
-    assert fetched == [["config.json", "medusa_lm_head.safetensors"]]
+    assert fetched(own, *others, **heads) == [["config.json", "medusa_lm_head.safetensors"]]
 
     merged = write(place / "merged", medusa_tensors(prefix="medusa_head."), LLAMA, "b.safetensors")
     names = load_file(merged / "b.safetensors")
     weight_map = {"lm_head.weight": "a.safetensors"} | dict.fromkeys(names, "b.safetensors")
     index = "model.safetensors.index.json"
     (merged / index).write_text(json.dumps({"weight_map": weight_map}))
-    with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
-        load_drafter("org/heads", TARGET, kind="heads")
-    first = [["config.json", index]]  # what an index says is read before shards
-    assert fetched == [*first, ["config.json", index, "b.safetensors"]]
+    first = ["config.json", index]  # what an index says is read before shards
+    assert fetched(merged, "a.safetensors", **heads) == [first, [*first, "b.safetensors"]]
 
     # Of an ordinary model in shards, which holds none, no shard is fetched.
-    weight_map = dict.fromkeys(names, "a.safetensors")
-    weight_map = {name.removeprefix("medusa_head."): file for name, file in weight_map.items()}
-    ordinary = {f"model.layers.{name}": file for name, file in weight_map.items()}
-    (merged / index).write_text(json.dumps({"weight_map": ordinary}))
-    with hub_of(merged, monkeypatch, ("a.safetensors",)) as fetched:
-        with pytest.raises(ModelError, match="holds no heads in a layout that is known"):
-            load_drafter("org/heads", TARGET, kind="heads")
-    assert fetched == first
+    ordinary = [f"model.layers.{name.removeprefix('medusa_head.')}" for name in names]
+    weight_map = dict.fromkeys(ordinary, "a.safetensors")
+    (merged / index).write_text(json.dumps({"weight_map": weight_map}))
+    patterns, refusal = fetched(merged, "a.safetensors", **heads)
+    assert patterns == first
+    assert "holds no heads in a layout that is known" in refusal
 
-    write(place / "vllm", vllm_tensors(), VLLM)
-    with hub_of(place / "vllm", monkeypatch, ("pytorch_model.bin",)) as fetched:
-        load_drafter("heads:org/heads", TARGET, revision="main")
-    assert fetched == [["config.json", "model*.safetensors*"]]
+    vllm = write(place / "vllm", vllm_tensors(), VLLM)
+    options = {"name": "heads:org/heads", "revision": "main"}
+    expected = [["config.json", "model*.safetensors*"]]
+    assert fetched(vllm, "pytorch_model.bin", **options) == expected
