@@ -171,13 +171,6 @@ def is_converted(path: str | os.PathLike) -> bool:
     return is_file(Path(path) / MANIFEST)
 
 
-def converted_directory(
-    destination: str | os.PathLike, *, overwrite: bool = False
-) -> contextlib.AbstractContextManager[Path]:
-    """`atomic_directory` for a converted directory, which only replaces another such directory."""
-    return atomic_directory(destination, overwrite=overwrite, may_replace=is_converted)
-
-
 def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:
     """Writes parameters to `directory / "params"`, holding one batch of them at a time.
 
@@ -268,7 +261,7 @@ def save_model(
     paths = leaf_shapes(model.config)
     num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
-    with converted_directory(destination, overwrite=overwrite) as directory:
+    with atomic_directory(destination, overwrite=overwrite, may_replace=is_converted) as directory:
         write_params(directory, ((path, unpacked(at_path(model.params, path))) for path in paths))
         prefix: tuple[int, ...] = ()
         if model.tokenizer is not None:

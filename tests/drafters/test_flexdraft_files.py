@@ -108,9 +108,9 @@ def test_releases_that_do_not_fit_are_refused(tmp_path):
     tensors, _ = release_tensors()
     without = {each: value for each, value in tensors.items() if "mlp.2" not in each}
     cases = [
-        ("a target with 36 layers, and echo0 has 3 layers", {"num_target_layers": 36}),
-        ("a width of 64, and echo0 has a width of 32", {"hidden_size": 64}),
-        (f"a vocabulary of 7, and echo0 has a vocabulary of {VOCAB}", {"vocab_size": 7}),
+        ("a target with num_layers 36, and echo0 has num_layers 3", {"num_target_layers": 36}),
+        ("width 64, and echo0 has width 32", {"hidden_size": 64}),
+        (f"vocab_size 7, and echo0 has vocab_size {VOCAB}", {"vocab_size": 7}),
         (
             r"layers \[0, 1\] of their target; only the last ones, here \[1, 2\]",
             {"section": SECTION | {"target_layer_ids": [0, 1]}},

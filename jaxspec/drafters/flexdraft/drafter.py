@@ -28,7 +28,6 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.flexdraft import formulas
-from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels import sums
@@ -360,7 +359,7 @@ class FlexDraft(TrainedDrafter):
         tokens = jnp.take_along_axis(rows.tokens, newest, axis=1)
         bonus = decoder.embed(params["target"], tokens)[:, 0]
         normed = target.final_norm(params["target"], hidden)
-        logits = target.head(params["target"], normed) + calibration(
+        logits = target.head(params["target"], normed) + formulas.calibration(
             params["own"]["calibrator"], bonus, normed, self._kernels.product
         )
         return without_nan(logits)
