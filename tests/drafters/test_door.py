@@ -3,7 +3,6 @@
 import dataclasses
 
 import door
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -162,7 +161,7 @@ class Watching(Drafter):
 
 @pytest.mark.as_shipped
 @pytest.mark.system
-def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
+def test_a_resting_drafter_with_taps_never_lags_over_hundreds_of_plain_steps():
     target = toy.model(num_layers=1)
     engine = Engine(
         target,
@@ -171,7 +170,7 @@ def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
         verify_length=4,
         draft_length=3,
         batch_size=2,
-        max_length=4224,
+        max_length=768,
         prefill_chunk=16,
     )
     prompts = toy.prompts((40, 1))
@@ -179,15 +178,15 @@ def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
         request = Request(
             request_id=str(row),
             prompt_token_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=4100, ignore_eos=True),
+            params=SamplingParams(max_tokens=700, ignore_eos=True),
         )
         engine.executor.admit_and_prefill(row, request, draft_length=3)
     for draft_length in (0, 3, 0):
-        engine.executor.run(1200, draft_length=draft_length)
+        engine.executor.run(200, draft_length=draft_length)
         state = engine.executor.state
         # Everything but the newest token, whose features the next round has.
         np.testing.assert_array_equal(state.drafter["num_seen"][:2], state.num_committed[:2] - 1)
-    assert int(state.num_committed[0]) == 40 + 3600
+    assert int(state.num_committed[0]) == 40 + 600
 
 
 def test_the_targets_weights_are_counted_once_and_updated(target):
@@ -283,47 +282,6 @@ class Wide(toy.WrongDrafter):
 def test_a_state_without_rows_is_refused(target):
     with pytest.raises(ModelError, match=r"first axis of 7; put the rows first, or wrap"):
         Engine(target, Wide(), **SMALL)
-
-
-def test_entries_see_up_to_their_end(target):
-    """An entry with an end sees later entries too; the same as one whose end they lie before."""
-    forward = jax.jit(target.forward)
-    tokens = jnp.asarray(toy.prompts((6,)), jnp.int32)
-    window, cache = contiguous(tokens), target.init_cache(1, 128)
-    causal, _ = forward(target.params, tokens, window, cache)
-    same, _ = forward(target.params, tokens, window.replace(ends=window.positions + 1), cache)
-    np.testing.assert_array_equal(causal, same)
-    open_, _ = forward(
-        target.params, tokens, window.replace(ends=jnp.full_like(window.positions, 6)), cache
-    )
-    assert np.abs(np.asarray(open_ - causal))[0, 0].max() > 1e-3
-
-
-def test_a_path_may_lead_to_entries_of_an_earlier_call(target):
-    """A tree of depth 2 scored level by level equals its path scored as a chain."""
-    forward, prompt = jax.jit(target.forward), toy.prompts((5,))[0]
-    chain = jnp.asarray([[*prompt, 7, 9]], jnp.int32)
-    expected, _ = forward(target.params, chain, contiguous(chain), target.init_cache(1, 128))
-    cache = target.init_cache(1, 128)
-    first = jnp.asarray([prompt], jnp.int32)
-    _, cache = forward(target.params, first, contiguous(first), cache)
-    start = jnp.asarray([4], jnp.int32)
-    # Children 3 and 7 of the newest token, at offsets 1 and 2; then 9 below 7, at offset 3.
-    level = Window(
-        start=start,
-        positions=jnp.asarray([[5, 5]], jnp.int32),
-        slots=jnp.asarray([[5, 6]], jnp.int32),
-        paths=jnp.asarray([[[0, 1, 0], [0, 2, 0]]], jnp.int32),
-    )
-    _, cache = forward(target.params, jnp.asarray([[3, 7]], jnp.int32), level, cache)
-    below = Window(
-        start=start,
-        positions=jnp.asarray([[6]], jnp.int32),
-        slots=jnp.asarray([[7]], jnp.int32),
-        paths=jnp.asarray([[[0, 2, 3]]], jnp.int32),
-    )
-    hidden, _ = forward(target.params, jnp.asarray([[9]], jnp.int32), below, cache)
-    np.testing.assert_allclose(hidden[0, 0], expected[0, 6], rtol=1e-4, atol=1e-4)
 
 
 def test_a_program_without_taps_is_that_of_forward_alone(target, monkeypatch):
