@@ -71,11 +71,6 @@ class ConversionSummary:
     duration_s: float
     verification: str | None = None
 
-    def to_json(self) -> dict[str, Any]:
-        """The summary as a JSON object."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "destination": str(self.destination), "config": self.config.to_json()}
-
     def __str__(self) -> str:
         config = self.config
         revision = f" at {self.revision[:12]}" if self.revision else ""
