@@ -144,19 +144,15 @@ def test_files_and_hub_caches(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["README.md", "model.Q4_K_M.gguf"], "org/name is GGUF"),
-        (["adapter_config.json", "adapter_model.safetensors"], "org/name holds a LoRA adapter"),
+        (("README.md", "model.Q4_K_M.gguf"), "org/name is GGUF"),
+        (("adapter_config.json", "adapter_model.safetensors"), "org/name holds a LoRA adapter"),
     ],
 )
-def test_a_hub_repository_is_refused_before_anything_is_fetched(monkeypatch, files, message):
-    import huggingface_hub
-
-    class Info:
-        sha = "0" * 40
-        siblings = tuple(type("File", (), {"rfilename": name, "size": 1})() for name in files)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: Info())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+def test_a_hub_repository_is_refused_before_anything_is_fetched(
+    monkeypatch, tmp_path, files, message
+):
+    downloads = hf_checkpoints.play_hub(monkeypatch, tmp_path, name="org/name", others=files)
     with pytest.raises(JaxspecError) as raised:
         hub.download("org/name", None)
     assert message in str(raised.value)
+    assert downloads == []
