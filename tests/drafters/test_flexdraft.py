@@ -139,7 +139,6 @@ def reference_hidden(target, drafter):
     [
         ("default", ()),
         ("default", WINDOWS),
-        pytest.param("xla", (), marks=pytest.mark.system),
         pytest.param("xla", WINDOWS, marks=pytest.mark.system),
     ],
 )
@@ -209,7 +208,6 @@ def test_a_draft_ends_where_the_drafter_is_not_sure(rule):
         ("float32", "default", ()),
         ("float32", "default", WINDOWS),
         pytest.param("bfloat16", "default", (), marks=pytest.mark.system),
-        pytest.param("float32", "xla", (), marks=pytest.mark.system),
         pytest.param("float32", "xla", WINDOWS, marks=pytest.mark.system),
         pytest.param("bfloat16", "xla", (), marks=pytest.mark.system),
     ],
