@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey
 
 from jaxspec.errors import ModelError
 from jaxspec.kernels.base import unpacked
@@ -267,7 +268,7 @@ class TrainedDrafter(Drafter):
         dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
 
         def expected(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
-            names = tuple(getattr(key, "key", getattr(key, "idx", None)) for key in path)
+            names = tuple(key.key if isinstance(key, DictKey) else key.idx for key in path)
             return jax.ShapeDtypeStruct(shape, cls.param_dtype(names, dtype))
 
         like = jax.tree_util.tree_map_with_path(
