@@ -97,19 +97,10 @@ def test_taps_are_the_stream_between_layers(target):
     np.testing.assert_allclose(features[:, :, 2], first, rtol=1e-5, atol=1e-5)
 
 
-class Untapped:
-    """A model that has `forward` alone."""
-
-    def __init__(self, model):
-        self._model = model
-        for name in ("name", "params", "vocab_size", "eos_token_ids", "tokenizer"):
-            setattr(self, name, getattr(model, name))
-        self.init_cache, self.forward = model.init_cache, model.forward
-        self.logits = model.logits
-
-
 def test_the_last_boundary_needs_only_forward(target, plain):
-    found = Engine(Untapped(target), door.linear_head(target), **SMALL).generate(PROMPTS, PARAMS)
+    found = Engine(door.Untapped(target), door.linear_head(target), **SMALL).generate(
+        PROMPTS, PARAMS
+    )
     assert [c.token_ids for c in found] == plain
 
     class Inner(door.LinearHead):
@@ -124,7 +115,7 @@ def test_the_last_boundary_needs_only_forward(target, plain):
 
     head = door.linear_head(target)
     with pytest.raises(ModelError, match="taps boundary 1 of toy0, which has no num_layers"):
-        Engine(Untapped(target), Inner(head.config, head.params), **SMALL)
+        Engine(door.Untapped(target), Inner(head.config, head.params), **SMALL)
     with pytest.raises(ModelError, match=r"taps boundary 3 of toy0, which has boundaries 0"):
         Engine(target, Beyond(head.config, head.params), **SMALL)
 

@@ -255,21 +255,6 @@ def test_heads_replace_nothing_but_heads(saved):
         save_drafter(new, saved.parent / "text", overwrite=True)
 
 
-@pytest.mark.parametrize("failing", ["write_params", "write_record"])
-def test_an_interrupted_write_leaves_nothing(failing, saved, monkeypatch):
-    def interrupt(*_, **__):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(jaxspec.load.drafters, failing, interrupt)
-    new = heads_of(CONFIGS["clover"])
-    with pytest.raises(KeyboardInterrupt):
-        save_drafter(new, saved.parent / "new")
-    with pytest.raises(KeyboardInterrupt):
-        save_drafter(new, saved, overwrite=True)
-    assert [path.name for path in saved.parent.iterdir()] == ["saved"]
-    assert load(saved).config == CONFIGS["hydra"]
-
-
 def test_a_replacement_that_was_interrupted_is_finished_by_its_reader(saved):
     saved.rename(saved.with_name(".saved.complete"))
     assert load(saved).config == CONFIGS["hydra"]

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from door import Untapped
 
 import jaxspec
 from jaxspec import SamplingParams
@@ -550,16 +551,6 @@ def test_a_window_wider_than_the_block_is_filled_up_to_it(target, plain):
     assert max(c.acceptance.depth for c in found) == flex.BLOCK - 1
 
 
-class Foreign:
-    """A model that has `forward` alone."""
-
-    def __init__(self, model):
-        for name in ("name", "params", "vocab_size", "eos_token_ids", "tokenizer"):
-            setattr(self, name, getattr(model, name))
-        self.init_cache, self.forward = model.init_cache, model.forward
-        self.logits = model.logits
-
-
 def test_what_does_not_fit_is_refused(target):
     drafter = flex.random_flex(target)
     in_bfloat16 = flex.random_params(drafter.config, dtype=jnp.bfloat16)
@@ -579,7 +570,7 @@ def test_what_does_not_fit_is_refused(target):
         (ModelError, lambda: make(in_bfloat16).check(target),
          "dtype bfloat16, and echo0 has dtype float32"),
         (ModelError, lambda: drafter.check(other), "num_kv_heads 2, and echo0 has num_kv_heads 4"),
-        (ModelError, lambda: Engine(Foreign(target), drafter, **SMALL),
+        (ModelError, lambda: Engine(Untapped(target), drafter, **SMALL),
          "echo0 has no config, kernels, final_norm, head; use"),
         (SettingError, lambda: Engine(target, drafter, layout="aligned", **SMALL),
          "use the layout 'ragged'"),

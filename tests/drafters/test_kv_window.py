@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from door import Untapped
 from live import live_kv, poison
 
 from jaxspec import BeamTree, DraftModel, Engine, Rejection, SamplingParams, Static, StaticTree
@@ -408,15 +409,6 @@ def test_kv_does_not_grow_with_the_context(settings, num_pages):
     )
 
 
-class NoLanguageModel:
-    """Has what `Model` asks for."""
-
-    def __init__(self, model):
-        self.name, self.params, self.tokenizer = model.name, model.params, None
-        self.vocab_size, self.eos_token_ids = model.vocab_size, ()
-        self.init_cache, self.forward, self.logits = model.init_cache, model.forward, model.logits
-
-
 def test_what_cannot_keep_a_window_is_refused():
     for settings, message in (
         ({"kv_window": 127}, r"kv_window 127 was given; .* so give at least 128, or None"),
@@ -427,6 +419,6 @@ def test_what_cannot_keep_a_window_is_refused():
             DraftModel(models()[1], **settings)
     with pytest.raises(SettingError, match=r"a kv_window of 128 were given; .* layout 'ragged'"):
         Engine(models()[0], windowed(), layout="aligned", **SHAPE)
-    with pytest.raises(SettingError, match=r"kv_window of 128 was given .* a NoLanguageModel"):
-        DraftModel(NoLanguageModel(models()[1]), kv_window=WINDOW)
+    with pytest.raises(SettingError, match=r"kv_window of 128 was given .* an? Untapped"):
+        DraftModel(Untapped(models()[1]), kv_window=WINDOW)
     Engine(models()[0], DraftModel(models()[1]), layout="aligned", **SHAPE)
