@@ -40,10 +40,10 @@ class Untapped:
     """A model that has `forward` alone: what `Model` asks for, and no more."""
 
     def __init__(self, model):
-        for (
-            name
-        ) in "name params vocab_size eos_token_ids tokenizer init_cache forward logits".split():
+        for name in ("name", "params", "vocab_size", "eos_token_ids", "tokenizer"):
             setattr(self, name, getattr(model, name))
+        self.init_cache, self.forward = model.init_cache, model.forward
+        self.logits = model.logits
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
