@@ -19,7 +19,7 @@ from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import check_not_forked
-from jaxspec.runtime.directories import check_free_space
+from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
@@ -70,11 +70,6 @@ class ConversionSummary:
     prefix_token_ids: tuple[int, ...] | None
     duration_s: float
     verification: str | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        """The summary as a JSON object."""
-        fields = dataclasses.asdict(self)
-        return {**fields, "destination": str(self.destination), "config": self.config.to_json()}
 
     def __str__(self) -> str:
         config = self.config
@@ -189,7 +184,8 @@ def convert_directory(
     num_params = decoder.num_params(config)
     num_bytes = num_params * stored.itemsize
     dst = Path(dst)
-    with checkpoint.converted_directory(dst, overwrite=overwrite) as working:
+    may_replace = checkpoint.is_converted
+    with atomic_directory(dst, overwrite=overwrite, may_replace=may_replace) as working:
         needed = num_bytes + _largest_leaf_bytes(config, stored) + _OVERHEAD_BYTES
         check_free_space(working, needed, what=f"Converting {source}")
         # The quick part first, so that a fault in the tokenizer's files shows before the weights

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 
 from jaxspec.errors import CheckpointError, ModelError
-from jaxspec.models.config import ModelConfig, RopeConfig
+from jaxspec.models.config import MAX_LAYERS, ModelConfig, RopeConfig
+from jaxspec.runtime.values import shown
 
 LARGEST_COUNT = 2**31 - 1  # sizes and positions are int32 on the device
-LARGEST_NUM_LAYERS = 10_000
 _ROPE_KEYS = {
     "type",
     "rope_type",
@@ -126,22 +126,13 @@ class HFConfig:
     @property
     def num_layers(self) -> int:
         """L."""
-        return self.count("num_hidden_layers", most=LARGEST_NUM_LAYERS)
+        return self.count("num_hidden_layers", most=MAX_LAYERS)
 
     @property
     def head_size(self) -> int:
         """H: as stated, or width / heads."""
         width, heads = self.count("hidden_size"), self.count("num_attention_heads")
         return self.count("head_dim", width // heads)
-
-
-def shown(value: Any) -> str:
-    """A value in the form that messages show, cut to 60 characters."""
-    try:
-        text = repr(value)
-    except (RecursionError, ValueError):  # nested too deeply; an integer with too many digits
-        text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def refuse_unsupported(config: HFConfig) -> None:

@@ -23,8 +23,9 @@ from jaxspec.runtime.files import (
     reading,
     why_unreadable,
 )
+from jaxspec.runtime.values import shown
 
-from .hf_config import HFConfig, shown
+from .hf_config import HFConfig
 
 _DTYPES = {  # by their names in safetensors and in torch
     ("F32", "torch.float32"): np.dtype(np.float32),

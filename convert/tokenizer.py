@@ -18,8 +18,9 @@ from jaxspec.errors import CheckpointError
 from jaxspec.models.tokenizer import check_repeatable
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import LARGEST_TEXT_BYTES, is_there, reading
+from jaxspec.runtime.values import shown
 
-from .hf_config import HFConfig, shown
+from .hf_config import HFConfig
 from .hf_reader import check_file, read_json
 
 _PROBE = "a"  # any text that tokenizes to something

@@ -130,7 +130,7 @@ TIERS = {
         "lab/test_compiled_programs.py",
         "cache/test_pages.py",
         "drafters/test_flexdraft_files.py",
-        "drafters/test_head_files.py",
+        "drafters/test_drafter_files.py",
         "drafters/test_names.py",
         "golden",
         "kernels/test_attention.py",

@@ -36,6 +36,16 @@ def linear_head(target, *, seed: int = 0, num_drafts: int = 3):
     return LinearHead(config, {"maps": jax.random.normal(jax.random.key(seed), shape, jnp.float32)})
 
 
+class Untapped:
+    """A model that has `forward` alone: what `Model` asks for, and no more."""
+
+    def __init__(self, model):
+        for name in ("name", "params", "vocab_size", "eos_token_ids", "tokenizer"):
+            setattr(self, name, getattr(model, name))
+        self.init_cache, self.forward = model.init_cache, model.forward
+        self.logits = model.logits
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Riding(Drafter):
     """Drafts one token with the target itself, in the pass that verifies the round before.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import toy
+from heads import normal_params
 
 from jaxspec import FlexDraft
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
@@ -38,16 +39,7 @@ def config_of(model: LanguageModel, *, block_size=BLOCK, num_deep_layers=2, rank
 
 def random_params(config: FlexConfig, *, seed=0, dtype=jnp.float32, stddev=0.2):
     """Normal weights; norms are one and a bit."""
-    shapes = param_shapes(config)
-    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=decoder.is_shape)
-    keys = jax.random.split(jax.random.key(seed + 100), len(leaves))
-    made = [
-        (jax.random.normal(key, shape) * stddev + float(path[-1].key.endswith("norm"))).astype(
-            dtype
-        )
-        for key, (path, shape) in zip(keys, leaves, strict=True)
-    ]
-    return jax.tree.unflatten(structure, made)
+    return normal_params(param_shapes(config), seed=seed + 100, stddev=stddev, dtype=dtype)
 
 
 def copied_params(config: FlexConfig, model: LanguageModel):

@@ -42,16 +42,20 @@ def target(*, seed=0, **changes) -> LanguageModel:
     )
 
 
-def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32):
+def normal_params(shapes, *, seed, stddev, dtype):
     """Normal weights; norms are one and a bit."""
-    shapes = param_shapes(config)
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes, is_leaf=decoder.is_shape)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
     made = []
     for key, (path, shape) in zip(keys, leaves, strict=True):
         weight = jax.random.normal(key, shape) * stddev + float(path[-1].key.endswith("norm"))
         made.append(weight.astype(dtype))
-    params = jax.tree.unflatten(structure, made)
+    return jax.tree.unflatten(structure, made)
+
+
+def random_params(config: HeadsConfig, *, seed=0, stddev=0.05, dtype=jnp.float32):
+    """Those of heads; a token map has random tokens."""
+    params = normal_params(param_shapes(config), seed=seed, stddev=stddev, dtype=dtype)
     if config.num_head_tokens is not None:
         tokens = jax.random.permutation(jax.random.key(seed), config.vocab_size)
         params["token_map"] = tokens[: config.num_head_tokens].astype(jnp.int32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import types
 from pathlib import Path
 
 import numpy as np
@@ -166,3 +167,36 @@ def write_golden(
         index |= dict.fromkeys(chosen, file)
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     return directory
+
+
+# The hub, with its answers played back
+
+
+def play_hub(patch, directory: Path, *, name: str, others: tuple[str, ...] = ()) -> list[tuple]:
+    """Makes the hub one that knows the repository `name`, whose files are those of `directory` and
+    `others`, which must not be fetched; returns the name, commit and patterns of each download from
+    now on."""
+    import huggingface_hub as hub
+    from huggingface_hub import errors
+
+    downloads = []
+
+    def model_info(self, asked, *, revision=None, files_metadata=False):
+        if asked != name:
+            response = types.SimpleNamespace(headers={}, request=None, status_code=404)
+            raise errors.RepositoryNotFoundError(f"no {asked}", response=response)
+        sizes = {file.name: file.stat().st_size for file in directory.iterdir()}
+        sizes |= dict.fromkeys(others, 2**50)  # larger than any disk
+        siblings = [types.SimpleNamespace(rfilename=n, size=size) for n, size in sizes.items()]
+        commit = {None: "c0ffee", "main": "c0ffee", "old": "decaf"}[revision]
+        return types.SimpleNamespace(sha=commit, siblings=siblings)
+
+    def snapshot_download(asked, *, revision=None, allow_patterns=None, local_files_only=False):
+        if local_files_only:
+            raise errors.LocalEntryNotFoundError("not in the cache")
+        downloads.append((asked, revision, list(allow_patterns)))
+        return str(directory)
+
+    patch.setattr(hub.HfApi, "model_info", model_info)
+    patch.setattr(hub, "snapshot_download", snapshot_download)
+    return downloads

@@ -1,1 +1,2 @@
-"""Converted directories (`format`), and the names that load a model (`resolve`)."""
+"""Directories of models and drafters: their files (`format`), and what these say of themselves
+(`manifest`)."""

@@ -31,7 +31,8 @@ from flax import traverse_util
 from jaxspec.cache.pages import KvDtype
 from jaxspec.checkpoint.manifest import (
     MANIFEST,
-    MODEL_AGAIN,
+    again,
+    described,
     read_manifest,
     verified,
     write_manifest,
@@ -170,13 +171,6 @@ def is_converted(path: str | os.PathLike) -> bool:
     return is_file(Path(path) / MANIFEST)
 
 
-def converted_directory(
-    destination: str | os.PathLike, *, overwrite: bool = False
-) -> contextlib.AbstractContextManager[Path]:
-    """`atomic_directory` for a converted directory, which only replaces another such directory."""
-    return atomic_directory(destination, overwrite=overwrite, may_replace=is_converted)
-
-
 def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:
     """Writes parameters to `directory / "params"`, holding one batch of them at a time.
 
@@ -267,7 +261,7 @@ def save_model(
     paths = leaf_shapes(model.config)
     num_bytes = sum(math.prod(shape) for shape in paths.values()) * model.dtype.itemsize
     check_free_space(Path(destination).absolute().parent, num_bytes, what=f"Saving {model.name}")
-    with converted_directory(destination, overwrite=overwrite) as directory:
+    with atomic_directory(destination, overwrite=overwrite, may_replace=is_converted) as directory:
         write_params(directory, ((path, unpacked(at_path(model.params, path))) for path in paths))
         prefix: tuple[int, ...] = ()
         if model.tokenizer is not None:
@@ -302,7 +296,7 @@ def load_converted(
     manifest = read_manifest(directory, verify=verify)
     kernels, name = kernels or default_kernels(), name or str(directory)
     dtype = parse_dtype(default_dtype(manifest.dtype, kernels, name) if dtype is None else dtype)
-    with verified(directory, manifest.files, verify=verify):
+    with verified(directory, manifest, verify=verify):
         params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
         params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
@@ -362,9 +356,7 @@ def _read_model_params(
             expected = "a Sharding, or a pytree of them like the parameters"
             raise refusal("sharding", sharding, expected) from None
     wanted = {path: _placed(path, shape, dtype, shardings[path]) for path, shape in shapes.items()}
-    return read_params(
-        directory, decoder.param_shapes(config), wanted, what=f"a {config.family} model"
-    )
+    return read_params(directory, decoder.param_shapes(config), wanted)
 
 
 def _placed(
@@ -392,8 +384,7 @@ def read_params(
     shapes: Any,
     wanted: Mapping[LeafPath, jax.ShapeDtypeStruct],
     *,
-    what: str,
-    again: str = MODEL_AGAIN,
+    kind: str | None = None,
 ) -> PyTree:
     """The parameters below `directory`; Orbax reads, casts and places a few leaves at a time. Every
     process reads for itself and waits for no other.
@@ -402,8 +393,7 @@ def read_params(
       directory: of the checkpoint.
       shapes: dicts and tuples with a shape at each leaf, as the result will be.
       wanted: shape, dtype and sharding of each parameter.
-      what: what they belong to, for messages.
-      again: what to do about a damaged directory, for messages.
+      kind: that of a drafter; None for a model.
 
     Raises:
       DamagedError: they are missing, or have the wrong shapes.
@@ -415,8 +405,8 @@ def read_params(
 
     def failed(error_class: type[CheckpointError], reason: str) -> CheckpointError:
         return error_class(
-            f"The parameters in {directory / 'params'} cannot be read as those of {what} "
-            f"({reason}); {again}."
+            f"The parameters in {directory / 'params'} cannot be read as those of "
+            f"{described(kind)} ({reason}); {again(kind)}."
         )
 
     largest = max(4 * math.prod(leaf.shape) for leaf in wanted.values())

@@ -12,6 +12,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import errno
+import functools
 import importlib.metadata
 import json
 import mmap
@@ -34,11 +35,6 @@ from jaxspec.runtime.files import reading
 
 FORMAT_VERSION = 2
 MANIFEST = "jaxspec.json"
-MODEL_AGAIN = "convert the model again"
-DRAFTER_AGAIN = "train or fetch the drafter again"
-
-Record = TypeVar("Record")
-
 DTYPES = ("float32", "bfloat16", "float16")
 
 _LARGEST_MANIFEST_BYTES = 2**28
@@ -64,6 +60,7 @@ class Manifest:
       files: size in bytes and checksum of every other file, by its path in the directory.
     """
 
+    kind = None  # a drafter has one
     config: ModelConfig
     dtype: str
     eos_token_ids: tuple[int, ...]
@@ -99,12 +96,25 @@ class DrafterManifest:
     files: dict[str, FileChecksum]
 
 
+Record = TypeVar("Record", Manifest, DrafterManifest)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FileChecksum:
     """Size in bytes and XXH3 checksum in hex of a file when it was written."""
 
     num_bytes: int
     xxh3: str
+
+
+def described(kind: str | None) -> str:
+    """What a directory of this kind holds, for messages; None is a model."""
+    return "a model" if kind is None else f"a drafter of kind {kind}"
+
+
+def again(kind: str | None) -> str:
+    """What to do about a damaged directory of this kind, for messages."""
+    return "convert the model again" if kind is None else "train or fetch the drafter again"
 
 
 def write_manifest(
@@ -134,8 +144,8 @@ def write_manifest(
     write_record(directory, manifest)
 
 
-def write_record(directory: Path, record: Any) -> None:
-    """Writes a dataclass as `jaxspec.json`, with the version of the format and a checksum."""
+def write_record(directory: Path, record: Manifest | DrafterManifest) -> None:
+    """Writes a manifest as `jaxspec.json`, with the version of the format and a checksum."""
     described = json.loads(json_text(dataclasses.asdict(record)))  # as it will be read
     checksum = _checksum_of_fields(described)
     fields = {"format_version": FORMAT_VERSION, **described, "checksum": checksum}
@@ -154,14 +164,14 @@ def read_manifest(directory: str | os.PathLike, *, verify: bool = True) -> Manif
       UnreadableError: the system does not let this process read it.
       CheckpointError: another version of jaxspec wrote it.
     """
-    return read_record(directory, Manifest, _check_ranges, what="a model", verify=verify)
+    return read_record(directory, Manifest, _check_ranges, verify=verify)
 
 
 def kind_of(directory: str | os.PathLike) -> str | None:
     """The field `kind` of a directory's `jaxspec.json`; None if it has none, as for models, or if
     there is no such file or it is malformed."""
     try:
-        kind = _read_fields(Path(directory) / MANIFEST, MODEL_AGAIN).get("kind")
+        kind = _read_fields(Path(directory) / MANIFEST).get("kind")
     except DamagedError:
         return None
     return kind if isinstance(kind, str) else None
@@ -173,56 +183,54 @@ def read_record(
     check: Callable[[Record], None],
     *,
     kind: str | None = None,
-    what: str,
-    again: str = MODEL_AGAIN,
     verify: bool = True,
 ) -> Record:
-    """The `jaxspec.json` of a directory as a dataclass; raises what `read_manifest` raises.
+    """The manifest of a directory; raises what `read_manifest` raises.
 
     Args:
       directory: the directory that holds the file.
       record: the dataclass; its fields have the right types.
       check: raises `ValueError` for values out of range.
       kind: that of a drafter; None for a model.
-      what: what it describes, for messages.
-      again: what to do about a damaged directory, for messages.
       verify: compare its own checksum too.
     """
     path = Path(directory) / MANIFEST
-    fields = _read_fields(path, again)
+    fields = _read_fields(path, kind)
     stored = fields.get("kind")
     if stored != kind:
         found, name, load = "a model", "draft_model", "load_model"
         if stored is not None:
             found, name, load = str(stored)[:20], str(stored)[:20], "load_drafter"
         raise CheckpointError(
-            f"{directory} holds {found}, not {what}; as a drafter it is named "
+            f"{directory} holds {found}, not {described(kind)}; as a drafter it is named "
             f"{name}:{directory}, and in Python jaxspec.{load} loads it."
         )
     version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
     if version != FORMAT_VERSION:
         raise CheckpointError(
             f"{directory} has checkpoint format {str(version)[:20]}, this jaxspec reads format "
-            f"{FORMAT_VERSION}; {again} or install the matching jaxspec."
+            f"{FORMAT_VERSION}; {again(kind)} or install the matching jaxspec."
         )
     if verify and checksum != _checksum_of_fields(fields):
         raise DamagedError(
-            f"{path} was changed after it was written; {again}, or load it without "
+            f"{path} was changed after it was written; {again(kind)}, or load it without "
             "checks (--no-verify, verify=False) if the change was meant."
         )
     try:
         found = typed(fields, record, MANIFEST)
         check(found)
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise DamagedError(f"{path} does not describe {what} ({error}); {again}.") from error
+        raise DamagedError(
+            f"{path} does not describe {described(kind)} ({error}); {again(kind)}."
+        ) from error
     return found
 
 
-def _read_fields(path: Path, again: str) -> dict[str, Any]:
+def _read_fields(path: Path, kind: str | None = None) -> dict[str, Any]:
     """The fields of a `jaxspec.json`, one of which is its version."""
 
     def damaged(_: str) -> DamagedError:
-        return DamagedError(f"{path} is not readable as a jaxspec manifest; {again}.")
+        return DamagedError(f"{path} is not readable as a jaxspec manifest; {again(kind)}.")
 
     with reading(path, damaged):
         if _size_of_file(path) > _LARGEST_MANIFEST_BYTES:
@@ -236,20 +244,15 @@ def _read_fields(path: Path, again: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def verified(
-    directory: Path,
-    files: Mapping[str, FileChecksum],
-    *,
-    verify: bool = True,
-    again: str = MODEL_AGAIN,
+    directory: Path, manifest: Manifest | DrafterManifest, *, verify: bool = True
 ) -> Iterator[None]:
     """Compares files with their checksums: small ones now, the rest while the block reads them.
 
     Args:
       directory: the directory of the files.
-      files: their checksums.
+      manifest: the directory's, with their checksums.
       verify: False compares them only if the block raises `CheckpointError`, to find out whether
         they are damaged.
-      again: what to do about a damaged file, for messages.
 
     Raises:
       DamagedError: a file is missing, or has changed since it was written; an error that the block
@@ -262,17 +265,18 @@ def verified(
         except UnreadableError:
             raise
         except CheckpointError:
-            with verified(directory, files, again=again):
+            with verified(directory, manifest):
                 raise
         return
-    large = {}
-    for name, expected in files.items():
+    check = functools.partial(_check_file, directory, again(manifest.kind))
+    large = []
+    for name, expected in manifest.files.items():
         if expected.num_bytes <= _SMALL_BYTES:
-            _check_file(directory, name, expected, again)
+            check(name, expected)
         else:
-            large[name] = expected
+            large.append((name, expected))
     with concurrent.futures.ThreadPoolExecutor(max_workers=4) as pool:
-        checks = [pool.submit(_check_file, directory, *item, again) for item in large.items()]
+        checks = [pool.submit(check, *item) for item in large]
         try:
             yield
         except Exception:
@@ -292,16 +296,16 @@ def check_files(directory: Path, manifest: Manifest) -> None:
     Raises:
       DamagedError: a file is missing, or is not as it was written.
     """
-    with verified(directory, manifest.files):
+    with verified(directory, manifest):
         pass
 
 
-def _check_file(directory: Path, name: str, expected: FileChecksum, again: str) -> None:
+def _check_file(directory: Path, advice: str, name: str, expected: FileChecksum) -> None:
     """Raises `DamagedError` if a file has changed since it was written."""
     path = directory / name
 
     def damaged(problem: str) -> DamagedError:
-        return DamagedError(f"{path} {problem}: the checkpoint is damaged; {again}.")
+        return DamagedError(f"{path} {problem}: the checkpoint is damaged; {advice}.")
 
     with reading(path, lambda reason: damaged(f"cannot be read ({reason})")):
         num_bytes = _size_of_file(path)
@@ -399,10 +403,15 @@ def typed(value: Any, wanted: Any, path: str) -> Any:
 
 def _check_ranges(manifest: Manifest) -> None:
     """Raises `ValueError` for numbers that no model has."""
-    if manifest.num_params != decoder.num_params(manifest.config):
-        raise ValueError(f"num_params is {manifest.num_params}")
-    if manifest.dtype not in DTYPES:
-        raise ValueError(f"dtype is {manifest.dtype[:40]!r}")
+    check_stored(manifest, decoder.num_params(manifest.config))
     for token_id in (*manifest.eos_token_ids, *manifest.prefix_token_ids):
         if not 0 <= token_id < 2**31:
             raise ValueError(f"a token id is {token_id}")
+
+
+def check_stored(manifest: Manifest | DrafterManifest, num_params: int) -> None:
+    """Raises `ValueError` unless the parameters have this number, and a dtype that is known."""
+    if manifest.num_params != num_params:
+        raise ValueError(f"num_params is {manifest.num_params}")
+    if manifest.dtype not in DTYPES:
+        raise ValueError(f"dtype is {manifest.dtype[:40]!r}")

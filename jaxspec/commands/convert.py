@@ -10,6 +10,7 @@ from rich.console import Console
 
 from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.convert import convert
+from jaxspec.runtime.documents import as_json
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,4 +41,4 @@ class ConvertCommand(JsonOption):
             verify=self.verify,
         )
         console.print(str(summary), markup=False, highlight=False, soft_wrap=True)
-        return {"command": "convert", **summary.to_json()}
+        return {"command": "convert", **as_json(dataclasses.asdict(summary))}

@@ -1,1 +1,1 @@
-"""Drafters propose tokens. `base` defines the protocol."""
+"""Drafters propose tokens. `base` says what a drafter is."""

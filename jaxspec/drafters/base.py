@@ -20,13 +20,19 @@ subclasses `TrainedDrafter`, which can be saved and loaded.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import DictKey
 
+from jaxspec.errors import ModelError
+from jaxspec.kernels.base import unpacked
 from jaxspec.models.base import Model
+from jaxspec.models.decoder import is_shape
+from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, chain_parents
 
 
@@ -164,6 +170,17 @@ class Drafter:
         """A draft of `shape.num_nodes` nodes; the round takes no more than `rows.draft_limit`."""
         raise NotImplementedError(f"{type(self).__name__} has no propose")
 
+    def with_fields(self, **changes: Any) -> Self:
+        """A copy with some attributes changed, which are not checked again."""
+        made = copy.copy(self)
+        made._set(**changes)
+        return made
+
+    def _set(self, **fields: Any) -> None:
+        """Sets attributes of a frozen dataclass."""
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
     # None, or a method that replaces the target's forward pass in a round, so that the drafter can
     # compute its own entries in the same pass:
     #     score(shape, params, state, rows, draft, tokens, window, cache)
@@ -228,8 +245,42 @@ class TrainedDrafter(Drafter):
     def fit(config: Any, target: Model, name: str) -> jnp.dtype:
         """The dtype that weights for this target have; raises `ModelError` if weights of this
         architecture were not made for it."""
-        leaves = jax.tree.leaves(target.params)
-        return next(leaf.dtype for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.floating))
+        dtypes = (leaf.dtype for leaf in jax.tree.leaves(target.params))
+        floats = (dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating))
+        return next(floats, jnp.dtype(jnp.float32))
+
+    def check(self, target: Model) -> None:
+        """Raises `ModelError` if these weights were not made for this target; see `fit`."""
+        self.fit(self.config, target, self.name)
+
+    @classmethod
+    def check_params(cls, config: Any, params: PyTree, name: str) -> None:
+        """Raises `ModelError` unless `params` have the shapes that `config` asks for, and the
+        weights one floating dtype."""
+        weights = f"The weights {name}" if name else f"The {cls.kind} weights"
+        if not are_arrays(params):
+            raise ModelError(
+                f"{weights} were given params that are not a pytree of arrays; give them the "
+                "parameters of their config."
+            )
+        dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
+        floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+        dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
+
+        def expected(path: tuple[Any, ...], shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+            names = tuple(key.key if isinstance(key, DictKey) else key.idx for key in path)
+            return jax.ShapeDtypeStruct(shape, cls.param_dtype(names, dtype))
+
+        like = jax.tree_util.tree_map_with_path(
+            expected, cls.param_shapes(config), is_leaf=is_shape
+        )
+        mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
+        if mismatch is not None:
+            path, found, wanted = mismatch
+            raise ModelError(
+                f"{weights} have {found} at params{path}, where their config asks for {wanted}; "
+                "give them the parameters of this config, all in one dtype."
+            )
 
     @staticmethod
     def check_settings(**settings: Any) -> None:

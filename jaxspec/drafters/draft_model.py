@@ -16,7 +16,6 @@ so that its memory does not grow with the context. This changes what is drafted,
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -30,8 +29,7 @@ from jax.sharding import PartitionSpec
 from jaxspec.cache.pages import BLOCK, KVCache, KvDtype, Ring, as_ring, round_up_to_block
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
-from jaxspec.drafters.growth import Tree
-from jaxspec.drafters.trees import StaticTree
+from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
@@ -148,13 +146,13 @@ class DraftModel(Drafter):
                 f"a {type(model).__name__}; only attention of jaxspec's own LanguageModel keeps to "
                 "it, so leave it out."
             )
-        object.__setattr__(self, "model", model)
-        object.__setattr__(self, "min_confidence", min_confidence)
-        object.__setattr__(self, "tree", tree)
-        object.__setattr__(self, "kv_window", kv_window)
-        object.__setattr__(self, "kv_sinks", kv_sinks)
-        object.__setattr__(self, "room", None)
-        object.__setattr__(self, "excluded", ())
+        self._set(
+            model=model,
+            min_confidence=min_confidence,
+            tree=tree,
+            kv_window=kv_window,
+            kv_sinks=kv_sinks,
+        )
 
     @property
     def name(self) -> str:
@@ -185,8 +183,7 @@ class DraftModel(Drafter):
     @property
     def prunes_by_token(self) -> bool:
         """Whether its tree leaves out nodes by their token, or siblings by their rank."""
-        is_as_drawn = isinstance(self.tree, StaticTree) and self.tree.is_by_rank
-        return self.tree is not None and not is_as_drawn
+        return self.tree is not None and self.tree.prunes_by_token
 
     @property
     def params(self) -> PyTree:
@@ -241,16 +238,12 @@ class DraftModel(Drafter):
 
     def for_target(self, target: Model) -> DraftModel:
         """The same draft model, which drafts only ids that stand for the same token in both."""
-        bound = copy.copy(self)
         different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
-        object.__setattr__(bound, "excluded", tuple(different))
-        return bound
+        return self.with_fields(excluded=tuple(different))
 
     def within(self, num_nodes: int) -> DraftModel:
         """The same draft model, which drafts chains where there is no room for a tree."""
-        within = copy.copy(self)
-        object.__setattr__(within, "room", num_nodes)
-        return within
+        return self.with_fields(room=num_nodes)
 
     def _longest_draft(self, shape: EngineShape) -> int:
         """The number of slots, from the newest token's on, in which a round may store KV."""

@@ -24,12 +24,12 @@ from jaxspec.cache.pages import KVCache, commit_path
 from jaxspec.drafters.growth import (
     Grower,
     Growth,
-    Tree,
     at,
     count_levels,
     index_of,
     num_offsets,
 )
+from jaxspec.drafters.trees import Tree
 from jaxspec.models.base import Model, kernels_of
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 

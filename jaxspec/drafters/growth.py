@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
 
-from jaxspec.drafters.trees import BeamTree, BudgetTree, StaticTree
+from jaxspec.drafters.trees import Tree
 from jaxspec.kernels import sums
 from jaxspec.kernels.base import XLA, Kernels
 from jaxspec.kernels.highest import Highest
@@ -37,8 +37,6 @@ from jaxspec.sampling import (
     round_keys,
 )
 from jaxspec.types import BatchView, Draft, DraftContext, EngineShape
-
-Tree: TypeAlias = BeamTree | BudgetTree | StaticTree
 
 
 class Growth(struct.PyTreeNode, kw_only=True):
@@ -113,7 +111,8 @@ class Grower:
       rows: the batch.
       num_levels: `[B]` int32, levels that each row wants.
       greedy_sharpness: factor on a greedy row's logits before they become probabilities, whose
-        product along a path is its worth.
+        product along a path is its worth. Draft models gain from more than 1 (see `draft_tree`),
+        heads hardly.
       sampled_sharpness: the same for a sampled row.
       kernels: used to find the highest scores.
     """
@@ -122,8 +121,8 @@ class Grower:
     shape: EngineShape
     rows: BatchView
     num_levels: jax.Array
-    greedy_sharpness: float
-    sampled_sharpness: float
+    greedy_sharpness: float = 1.0
+    sampled_sharpness: float = 1.0
     kernels: Kernels = XLA
 
     def start(self) -> Growth:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 
-from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.medusa_choices import medusa_tree
-from jaxspec.drafters.trees import BeamTree, BudgetTree
+from jaxspec.drafters.trees import BeamTree, BudgetTree, Tree
 from jaxspec.errors import SettingError
 
 # A number of more than nine digits is a mistake, and would be slow to parse.

@@ -31,8 +31,80 @@ Path: TypeAlias = tuple[int, ...]
 MOST_CANDIDATES = 2**24  # of a row
 
 
+class Tree:
+    """What all trees that are grown have. `growth` calls the methods; a level expands the best of
+    the level before it unless a tree says otherwise.
+
+    Attributes:
+      name: for reports.
+      num_nodes: N.
+      max_depth: no node is deeper; children of the newest token have depth 1.
+      is_chain: whether every node continues the one before it.
+      num_children: W, candidates that each expanded node has.
+      num_expanded: K, the most nodes that a level expands.
+      ranks_paths: whether what paths are worth decides anything.
+      prunes_by_token: whether it leaves nodes out by their token, or siblings by their rank.
+    """
+
+    name: str
+    num_nodes: int
+    max_depth: int
+    is_chain: bool
+    num_children: int
+    num_expanded: int
+    ranks_paths: bool = True
+    prunes_by_token: bool = True
+
+    def within(self, num_nodes: int) -> Tree:
+        """What is drafted for a window of `num_nodes` nodes."""
+        return self
+
+    def num_expanded_by(self, level: int) -> int:
+        """The number of nodes that `level` expands, at most K; they come first in the result of
+        `expand`."""
+        return 1 if level == 0 else self.num_expanded
+
+    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
+        """Which candidates `[B, K]` int32 of `level - 1` are expanded by `level`.
+
+        Args:
+          level: int32 scalar or int, from 1 on.
+          worth: `[B, K, W]`, of the candidates.
+        """
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
+
+    def can_grow(self, worth: jax.Array) -> jax.Array:
+        """Which rows `[B]` bool may have further nodes; `worth` is `[B, S, W]`, of the candidates
+        so far."""
+        return jnp.ones(worth.shape[:1], bool)
+
+    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+        """The worth `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
+
+        Args:
+          worth: `[B, n, W]`, log-probabilities of the paths to them.
+          log_share: `[B, n, W]`, log-probability of each after its parent, in descending order.
+          before: `[B, S, W]`, worth of the candidates of earlier levels.
+        """
+        return worth
+
+    def keep(self, worth: jax.Array) -> jax.Array:
+        """Which candidates `[B, N]` int32 of all levels are the nodes, best first; `worth` is
+        `[B, max_depth * K, W]`.
+
+        A path is worth no more than its beginnings, and of equally good candidates the first are
+        kept, so parents are kept with their children, and come before them.
+        """
+        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_nodes)[1]
+
+    def key_numbers(self, level: jax.Array | int) -> jax.Array:
+        """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
+        a round differ, and the newest token's is 0."""
+        return level * self.num_expanded + jnp.arange(self.num_expanded, dtype=jnp.int32)
+
+
 @dataclasses.dataclass(frozen=True)
-class StaticTree:
+class StaticTree(Tree):
     """A tree whose nodes are known before anything is drafted.
 
     Attributes:
@@ -46,6 +118,7 @@ class StaticTree:
     """
 
     choices: tuple[Path, ...]
+    ranks_paths = False
 
     def __post_init__(self):
         choices = tuple(
@@ -104,20 +177,16 @@ class StaticTree:
         return np.array([choice[-1] for choice in self.choices], np.int32)
 
     @property
-    def is_by_rank(self) -> bool:
-        """Whether all siblings have the ranks 0, 1, 2, ... in this order. Siblings drawn without
-        replacement must, because each is drawn from what the earlier ones have left."""
+    def prunes_by_token(self) -> bool:
+        """Whether some siblings do not have the ranks 0, 1, 2, ... in this order. Siblings drawn
+        without replacement must, because each is drawn from what the earlier ones have left."""
         siblings = [self.rank[self.parents == parent].tolist() for parent in set(self.parents)]
-        return all(ranks == list(range(len(ranks))) for ranks in siblings)
+        return any(ranks != list(range(len(ranks))) for ranks in siblings)
 
     @property
     def is_chain(self) -> bool:
         """Whether every node continues the one before it."""
         return self.max_depth == self.num_nodes
-
-    def within(self, num_nodes: int) -> StaticTree:
-        """What is drafted for a window of `num_nodes` nodes: the first of this tree's nodes."""
-        return self
 
     # Growing the tree level by level; see `growth`.
 
@@ -132,14 +201,8 @@ class StaticTree:
         return max(1, *(len(self._inner(depth)) for depth in range(1, self.max_depth + 1)))
 
     def num_expanded_by(self, level: int) -> int:
-        """The number of nodes that `level` expands, at most K; they come first in the result of
-        `expand`."""
+        """The nodes of this depth that have children."""
         return max(1, len(self._inner(level)))
-
-    @property
-    def ranks_paths(self) -> bool:
-        """Whether what paths are worth decides anything."""
-        return False
 
     def _inner(self, depth: int) -> np.ndarray:
         """The nodes of a depth that have children; for depth 0, the newest token."""
@@ -168,38 +231,23 @@ class StaticTree:
         return levels
 
     def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
-        """Which candidates `[B, K]` int32 of `level - 1` are expanded by `level`.
-
-        Args:
-          level: int32 scalar or int, from 1 on.
-          worth: `[B, K, W]`, of the candidates.
-        """
+        """Those of the nodes that have children."""
         place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
         return jnp.broadcast_to(place, (worth.shape[0], self.num_expanded))
 
-    def can_grow(self, worth: jax.Array) -> jax.Array:
-        """Which rows `[B]` bool may have further nodes: all."""
-        return jnp.ones(worth.shape[:1], bool)
-
-    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
-        """All candidates of a level stay as they are."""
-        return worth
-
     def keep(self, worth: jax.Array) -> jax.Array:
-        """Which candidates `[B, N]` int32 of all levels are the nodes; `worth` is
-        `[B, max_depth * K, W]`."""
+        """Those of the choices."""
         level_size = self.num_expanded * self.num_children
         place = jnp.asarray((self.depth - 1) * level_size + self._place)
         return jnp.broadcast_to(place, (worth.shape[0], self.num_nodes))
 
     def key_numbers(self, level: jax.Array | int) -> jax.Array:
-        """`[K]` int32, by which the noise of each expanded node's children is keyed: its node plus
-        one, 0 for the newest token."""
+        """Of each node its number plus one."""
         return jnp.asarray(self._expanded + 1)[level]
 
 
 @dataclasses.dataclass(frozen=True)
-class BeamTree:
+class BeamTree(Tree):
     """A tree grown by beam search and pruned to its best nodes (EAGLE-2, 2406.16858, section 4).
 
     Every level expands its `width` best nodes into their `width` likeliest children. Of all these
@@ -223,11 +271,6 @@ class BeamTree:
 
     def __post_init__(self):
         _set_sizes(self, "width", "depth", "nodes")
-        if min(self.width, self.depth, self.nodes) < 1:
-            raise SettingError(
-                f"A tree of width {self.width}, depth {self.depth} and {self.nodes} nodes was "
-                "asked for; each must be at least 1."
-            )
         num_candidates = self.width + (self.depth - 1) * self.width**2
         if self.nodes > num_candidates:
             raise SettingError(
@@ -274,44 +317,14 @@ class BeamTree:
         """K, the number of nodes that a level expands."""
         return self.width
 
-    def num_expanded_by(self, level: int) -> int:
-        """Nodes that `level` expands: the newest token, then K."""
-        return 1 if level == 0 else self.width
-
     @property
     def ranks_paths(self) -> bool:
         """Whether what paths are worth decides anything; in a chain it does not."""
         return self.width > 1
 
-    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
-        """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.width)[1]
-
-    def can_grow(self, worth: jax.Array) -> jax.Array:
-        """Which rows `[B]` bool may have further nodes: all."""
-        return jnp.ones(worth.shape[:1], bool)
-
-    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
-        """All candidates of a level stay as they are."""
-        return worth
-
-    def keep(self, worth: jax.Array) -> jax.Array:
-        """The N best `[B, N]` int32 of the candidates of all levels, best first; `worth` is
-        `[B, depth * K, W]`.
-
-        A path is worth no more than its beginnings, and of equally good candidates the first are
-        kept, so parents are kept with their children, and come before them.
-        """
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
-
-    def key_numbers(self, level: jax.Array | int) -> jax.Array:
-        """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
-        a round differ, and the newest token's is 0."""
-        return level * self.width + jnp.arange(self.width, dtype=jnp.int32)
-
 
 @dataclasses.dataclass(frozen=True)
-class BudgetTree:
+class BudgetTree(Tree):
     """A tree that spends its nodes level by level, as in Clover (2405.00263, and the figure of its
     sampling in the Clover-2 release).
 
@@ -340,11 +353,6 @@ class BudgetTree:
         _set_sizes(self, "nodes", "depth")
         for name in ("top_p", "min_ratio"):
             object.__setattr__(self, name, number(name, getattr(self, name)))
-        if min(self.nodes, self.depth) < 1:
-            raise SettingError(
-                f"A tree of {self.nodes} nodes and depth {self.depth} was asked for; each must be "
-                "at least 1."
-            )
         if not (0 < self.top_p <= 1 and 0 <= self.min_ratio <= 1):
             raise SettingError(
                 f"A top_p of {self.top_p} and a min_ratio of {self.min_ratio} were given; the one "
@@ -391,18 +399,8 @@ class BudgetTree:
         one node for a child, if every earlier depth has at least one node."""
         return 1 if level == 0 else max(1, self.nodes - level)
 
-    @property
-    def ranks_paths(self) -> bool:
-        """Whether what paths are worth decides anything."""
-        return True
-
-    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
-        """The K best `[B, K]` int32 of the candidates of `level - 1`; `worth` is `[B, K, W]`."""
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
-
     def can_grow(self, worth: jax.Array) -> jax.Array:
-        """Which rows `[B]` bool may have further nodes: where the budget is not spent. `worth` is
-        `[B, S, W]`, of the candidates so far."""
+        """Where the budget is not spent."""
         return self._num_left(worth) > 0
 
     def _num_left(self, worth: jax.Array) -> jax.Array:
@@ -410,13 +408,7 @@ class BudgetTree:
         return self.nodes - jnp.sum(worth > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
 
     def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
-        """The worth `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
-
-        Args:
-          worth: `[B, n, W]`, log-probabilities of the paths to them.
-          log_share: `[B, n, W]`, log-probability of each after its parent, in descending order.
-          before: `[B, S, W]`, worth of the candidates of earlier levels.
-        """
+        """The likeliest paths of likely enough children stay, as many as the budget has left."""
         share = jnp.exp(log_share)
         likelier = jnp.cumsum(share, axis=-1) - share
         is_good = likelier < self.top_p
@@ -431,16 +423,6 @@ class BudgetTree:
         is_within = (flat > worst) | ((flat == worst) & is_first)
         is_within &= num_left[:, None] > 0
         return jnp.where(is_within, flat, -jnp.inf).reshape(worth.shape)
-
-    def keep(self, worth: jax.Array) -> jax.Array:
-        """The nodes `[B, N]` int32 among the candidates of all levels, best first; `worth` is
-        `[B, max_depth * K, W]`."""
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.nodes)[1]
-
-    def key_numbers(self, level: jax.Array | int) -> jax.Array:
-        """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
-        a round differ, and the newest token's is 0."""
-        return level * self.num_expanded + jnp.arange(self.num_expanded, dtype=jnp.int32)
 
 
 def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
@@ -585,9 +567,9 @@ def _product_tree_of_row(log_q: jax.Array, nodes: int) -> ProductTree:
 
 
 def _set_sizes(tree: Any, *names: str) -> None:
-    """Makes whole numbers of these fields of a tree."""
+    """Makes whole numbers, of at least 1, of these fields of a tree."""
     for name in names:
-        size = whole_number(name, getattr(tree, name))
+        size = whole_number(name, getattr(tree, name), least=1)
         object.__setattr__(tree, name, size)
 
 

@@ -29,9 +29,9 @@ from jaxspec.checkpoint.format import (
     write_params,
 )
 from jaxspec.checkpoint.manifest import (
-    DRAFTER_AGAIN,
     DTYPES,
     DrafterManifest,
+    check_stored,
     checksums,
     kind_of,
     read_record,
@@ -43,10 +43,10 @@ from jaxspec.convert import hub
 from jaxspec.drafters.base import Drafter, TrainedDrafter
 from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel, check_settings
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
-from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.tree_names import named_tree
+from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.layouts import flexdraft, heads
@@ -491,21 +491,10 @@ def _read(
         return typed(manifest.config, drafter.config_type, "config")
 
     def check(manifest: DrafterManifest) -> None:
-        if manifest.num_params != _num_params(drafter.param_shapes(config_of(manifest))):
-            raise ValueError(f"num_params is {manifest.num_params}")
-        if manifest.dtype not in DTYPES:
-            raise ValueError(f"dtype is {manifest.dtype[:40]!r}")
+        check_stored(manifest, _num_params(drafter.param_shapes(config_of(manifest))))
 
-    what = f"a drafter of kind {drafter.kind}"
-    manifest = read_record(
-        directory,
-        DrafterManifest,
-        check,
-        kind=drafter.kind,
-        what=what,
-        again=DRAFTER_AGAIN,
-        verify=verify,
-    )
+    kind = drafter.kind
+    manifest = read_record(directory, DrafterManifest, check, kind=kind, verify=verify)
     config = config_of(manifest)
     fitting = drafter.fit(config, target, str(directory))
     dtype, sharding = fitting if dtype is None else dtype, sharding_of(target)
@@ -516,8 +505,8 @@ def _read(
         )
         for path, shape in leaf_paths(shapes)
     }
-    with verified(directory, manifest.files, verify=verify, again=DRAFTER_AGAIN):
-        params = read_params(directory, shapes, wanted, what=what, again=DRAFTER_AGAIN)
+    with verified(directory, manifest, verify=verify):
+        params = read_params(directory, shapes, wanted, kind=kind)
     has_values = isinstance(target, LanguageModel) and not isinstance(target, ShapeModel)
     if manifest.target_weights is not None and has_values:
         if manifest.target_weights != weights_digest(target.params):

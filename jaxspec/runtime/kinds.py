@@ -15,16 +15,14 @@ def kind_of(array: Any) -> str:
     return f"{getattr(array, 'dtype', type(array).__name__)}{list(np.shape(array))}"
 
 
-def are_arrays(tree: Any, *, may_be_shapes: bool = False) -> bool:
-    """Whether a pytree has leaves, and all of them are arrays of numbers or flags, or if
-    `may_be_shapes` their shapes and dtypes."""
-    kinds = (jax.Array, np.ndarray, *([jax.ShapeDtypeStruct] if may_be_shapes else []))
+def are_arrays(tree: Any) -> bool:
+    """Whether a pytree has leaves, and all of them are arrays of numbers or flags."""
     try:
         leaves = jax.tree.leaves(tree)
     except (TypeError, ValueError):  # a dict whose keys cannot be sorted
         return False
     return bool(leaves) and all(
-        isinstance(leaf, kinds)
+        isinstance(leaf, jax.Array | np.ndarray)
         and (jnp.issubdtype(leaf.dtype, np.number) or leaf.dtype == np.bool_)
         for leaf in leaves
     )

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig
+from jaxspec.drafters.flexdraft.formulas import calibration
 from jaxspec.kernels.base import attention_inputs, precision_of, product
 from jaxspec.models import decoder, layers
 from jaxspec.training.teacher_forcing import target_parts

@@ -13,9 +13,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.config import HeadsConfig
-from jaxspec.drafters.heads.formulas import Params, TargetParts, anchor, apply_head
+from jaxspec.drafters.heads.formulas import (
+    Params,
+    TargetParts,
+    anchor,
+    apply_head,
+    run_training_block,
+)
 from jaxspec.kernels.base import rms_norm
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig

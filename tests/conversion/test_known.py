@@ -18,6 +18,7 @@ from jaxspec.convert.known import refuse_known
 from jaxspec.errors import JaxspecError, ModelError
 
 HALF = np.zeros((2, 2), np.float16)
+TARGET = toy.model()
 
 
 def write_lfs(directory: Path) -> None:
@@ -105,7 +106,7 @@ def test_known_things_are_called_by_their_names(name, directory):
     for load in (
         lambda: load_model(directory),
         lambda: convert(directory, directory.parent / "out"),
-        lambda: load_drafter(directory, toy.model()),
+        lambda: load_drafter(directory, TARGET),
     ):
         with pytest.raises(ModelError) as raised:
             load()
@@ -117,7 +118,7 @@ def test_known_things_are_called_by_their_names(name, directory):
 def test_a_healthy_model_is_nothing_known(directory):
     refuse_known(directory)
     with pytest.raises(ModelError, match="holds no heads in a layout that is known"):
-        load_drafter(directory, toy.model(), kind="heads")
+        load_drafter(directory, TARGET, kind="heads")
     for damage in (b"", b"\xff" * 9, b"\x10\0\0\0\0\0\0\0[1, 2]"):
         (directory / "model.safetensors").write_bytes(damage)
         refuse_known(directory)
@@ -135,7 +136,7 @@ def test_files_and_hub_caches(tmp_path):
         (tmp_path / "hub", "is a hub cache with many models"),
         (model, "give the hub id Qwen/Qwen3-0.6B"),
     ):
-        for load in (load_model, lambda path: load_drafter(path, toy.model())):
+        for load in (load_model, lambda path: load_drafter(path, TARGET)):
             with pytest.raises(ModelError) as raised:
                 load(path)
             assert message in str(raised.value)
@@ -144,19 +145,15 @@ def test_files_and_hub_caches(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (["README.md", "model.Q4_K_M.gguf"], "org/name is GGUF"),
-        (["adapter_config.json", "adapter_model.safetensors"], "org/name holds a LoRA adapter"),
+        (("README.md", "model.Q4_K_M.gguf"), "org/name is GGUF"),
+        (("adapter_config.json", "adapter_model.safetensors"), "org/name holds a LoRA adapter"),
     ],
 )
-def test_a_hub_repository_is_refused_before_anything_is_fetched(monkeypatch, files, message):
-    import huggingface_hub
-
-    class Info:
-        sha = "0" * 40
-        siblings = tuple(type("File", (), {"rfilename": name, "size": 1})() for name in files)
-
-    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *args, **kwargs: Info())
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+def test_a_hub_repository_is_refused_before_anything_is_fetched(
+    monkeypatch, tmp_path, files, message
+):
+    downloads = hf_checkpoints.play_hub(monkeypatch, tmp_path, name="org/name", others=files)
     with pytest.raises(JaxspecError) as raised:
         hub.download("org/name", None)
     assert message in str(raised.value)
+    assert downloads == []

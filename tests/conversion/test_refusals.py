@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import resource
 import shutil
 from pathlib import Path
 
@@ -118,47 +119,27 @@ LLAMA3 = {
 }
 
 
+# One for each kind of value; tests/attack tries every field with every value.
 @pytest.mark.parametrize(
     ("changes", "fragment"),
     [
         ({"rms_norm_eps": NAN}, "rms_norm_eps to nan; it must be a number from 1e-12 to 1"),
-        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps to '1e-5'"),
-        ({"rms_norm_eps": 0}, "rms_norm_eps to 0"),
-        ({"rms_norm_eps": 1e-300}, "rms_norm_eps to 1e-300"),
         ({"num_hidden_layers": 1.5}, "num_hidden_layers to 1.5; it must be a whole number"),
-        ({"num_hidden_layers": 2**31}, "num_hidden_layers to 2147483648"),
         ({"num_hidden_layers": True}, "num_hidden_layers to True"),
-        ({"num_hidden_layers": 0}, "num_hidden_layers to 0"),
         ({"hidden_size": 2**31}, "hidden_size to 2147483648"),
-        ({"hidden_size": -48}, "hidden_size to -48"),
         ({"vocab_size": 10**4000}, "vocab_size to 1000"),
-        ({"vocab_size": [97]}, "vocab_size to [97]"),
-        ({"num_key_value_heads": 0}, "num_key_value_heads to 0"),
-        ({"head_dim": 0}, "head_dim to 0"),
-        ({"max_position_embeddings": 1e30}, "max_position_embeddings to 1e+30"),
         ({"tie_word_embeddings": "false"}, "tie_word_embeddings to 'false'; it must be true or"),
-        ({"attention_bias": 0}, "attention_bias to 0"),
-        ({"mlp_bias": "no"}, "mlp_bias to 'no'"),
         ({"hidden_act": ["silu"]}, "hidden_act to ['silu']; it must be a text"),
         ({"architectures": 5}, "architectures to 5; it must be a list of texts"),
-        ({"architectures": [["LlamaForCausalLM"]]}, "architectures to [['LlamaForCausalLM']]"),
         ({"architectures": None, "model_type": {"a": 1}}, "model_type to {'a': 1}"),
         ({"eos_token_id": "x"}, "eos_token_id to 'x'; it must be one or several token ids from 0"),
-        ({"eos_token_id": 1e30}, "eos_token_id to 1e+30"),
         ({"eos_token_id": [2, True]}, "eos_token_id to [2, True]"),
-        ({"eos_token_id": -1}, "eos_token_id to -1"),
-        ({"eos_token_id": 10**9}, "eos_token_id to 1000000000"),
         ({"rope_parameters": 5}, "rope_parameters to 5; it must be an object"),
-        ({"rope_scaling": [1]}, "rope_scaling to [1]"),
-        ({"rope_parameters": {"rope_type": 5}}, "rope_type to 5; it must be a text"),
-        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta to 0; it must be a number from 2"),
-        ({"rope_parameters": {"rope_theta": INF}}, "rope_theta to inf"),
+        ({"rope_parameters": {"rope_theta": INF}}, "rope_theta to inf; it must be a number from 2"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0}}, "factor to 0"),
-        ({"rope_parameters": {**YARN, "factor": "x"}}, "factor to 'x'"),
         ({"rope_parameters": {**YARN, "beta_fast": NAN}}, "beta_fast to nan"),
         ({"rope_parameters": {**YARN, "truncate": 5}}, "truncate to 5"),
         ({"rope_parameters": {**YARN, "mscale": -1}}, "mscale to -1"),
-        ({"rope_parameters": {**YARN, "original_max_position_embeddings": 0.5}}, "to 0.5"),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": "1"}}, "low_freq_factor to '1'"),
         ({"partial_rotary_factor": NAN, "rope_parameters": None}, "partial_rotary_factor to nan"),
     ],
@@ -183,53 +164,29 @@ def test_stop_tokens_of_the_generation_config(hf):
     refused(hf, CheckpointError, "generation_config.json cannot be read (it is a link to nothing)")
 
 
-@pytest.mark.parametrize(
-    "name", ["config.json", "model.safetensors.index.json", "model-00002-of-00003.safetensors"]
-)
-@pytest.mark.parametrize(
-    ("place", "reason"),
-    [
-        (os.mkfifo, "it is a pipe, not a file"),
-        (Path.mkdir, "it is a directory, not a file"),
-        (lambda path: path.symlink_to("/dev/zero"), "it is a device, not a file"),
-        (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links"),
-        (lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
-    ],
-)
-def test_what_is_no_file(name, place, reason, hf):
-    (hf / name).unlink()
-    place(hf / name)
-    refused(hf, CheckpointError, f"{name} cannot be read ({reason})")
+def test_what_is_no_file(hf):
+    for name, place, reason in (
+        ("model-00002-of-00003.safetensors", os.mkfifo, "it is a pipe, not a file"),
+        ("config.json", lambda path: path.symlink_to("nowhere"), "it is a link to nothing"),
+    ):
+        (hf / name).unlink()
+        place(hf / name)
+        refused(hf, CheckpointError, f"{name} cannot be read ({reason})")
 
 
-@pytest.mark.parametrize(
-    "content", ["[" * 100_000, '{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}", "\ufeff{}"]
-)
+@pytest.mark.parametrize("content", ['{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}", "\ufeff{}"])
 def test_json_that_cannot_be_read(content, hf):
     (hf / "config.json").write_text(content, encoding="utf-8")
     refused(hf, CheckpointError, "config.json cannot be read as JSON")
 
 
-@pytest.mark.parametrize("levels", [100, 300, 600, 900])
-@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
-def test_json_that_is_nested_too_deeply(name, levels, hf):
-    settings = json.loads((hf / "config.json").read_text())
-    content = json.dumps({**settings, "deep": "DEEP"})
-    (hf / name).write_text(content.replace('"DEEP"', "[" * levels + "]" * levels))
-    refused(hf, CheckpointError, f"{name} is nested more than 100 levels deep")
+def test_json_that_could_not_be_written_again(hf):
+    settings = json.dumps({"deep": "DEEP"}).replace('"DEEP"', "[" * 300 + "]" * 300)
+    (hf / "generation_config.json").write_text(settings)
+    refused(hf, CheckpointError, "generation_config.json is nested more than 100 levels deep")
 
 
-def test_a_file_of_settings_without_end(hf):
-    with (hf / "config.json").open("r+b") as file:
-        file.truncate(2**40)
-    refused(hf, CheckpointError, "config.json", "1,099,511,627,776 bytes")
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["../hf/model-00001-of-00003.safetensors", "/etc/passwd", "", "..", "config.json", 5, None,
-     ["model-00001-of-00003.safetensors"], "a\0.safetensors", "x" * 300 + ".safetensors"],
-)  # fmt: skip
+@pytest.mark.parametrize("name", ["../hf/model-00001-of-00003.safetensors", "config.json", 5])
 def test_an_index_that_names_no_file_beside_it(name, hf):
     index = hf / "model.safetensors.index.json"
     shards = json.loads(index.read_text())["weight_map"]
@@ -243,21 +200,27 @@ def test_an_absent_epsilon_is_the_default_of_the_family(tmp_path):
     assert convert(source, tmp_path / "out").config.norm_epsilon == 1e-6
 
 
-def test_missing_tensors(tmp_path):
-    def drop(tensors):
-        del tensors["model.layers.1.self_attn.k_proj.weight"]
-        del tensors["lm_head.weight"]
+@pytest.mark.parametrize(
+    ("name", "change", "fragments"),
+    [
+        ("model.layers.1.self_attn.k_proj.weight", None, ("lacks", "layers.1.self_attn.k_proj")),
+        ("lm_head.weight", None, ("lacks", "lm_head.weight")),
+        ("model.layers.0.self_attn.q_norm.weight", lambda _: np.ones(8, np.float32),
+         ("unexpected", "q_norm.weight")),
+        ("model.layers.0.mlp.up_proj.weight", lambda _: np.ones((56, 37), np.float32),
+         ("wrong shape", "up_proj.weight", "[56, 37]", "[56, 36]")),
+        ("model.layers.0.mlp.up_proj.weight", lambda up: up.astype(np.int8),
+         ("up_proj.weight", "dtype other than")),
+    ],
+)  # fmt: skip
+def test_tensors_of_another_model(name, change, fragments, tmp_path):
+    def changed(tensors):
+        before = tensors.pop(name, None)
+        if change is not None:
+            tensors[name] = change(before)
 
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=drop)
-    refused(source, CheckpointError, "lacks", "layers.1.self_attn.k_proj", "lm_head.weight")
-
-
-def test_unexpected_tensors(tmp_path):
-    def add(tensors):
-        tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(8, np.float32)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=add)
-    refused(source, CheckpointError, "unexpected", "q_norm.weight")
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=changed)
+    refused(source, CheckpointError, *fragments)
 
 
 def test_more_layers_than_the_config_says(hf):
@@ -265,39 +228,9 @@ def test_more_layers_than_the_config_says(hf):
     refused(hf, CheckpointError, "unexpected", "model.layers.1.", "more")
 
 
-def test_mis_shaped_tensors(tmp_path):
-    def widen(tensors):
-        tensors["model.layers.0.mlp.up_proj.weight"] = np.ones((56, 37), np.float32)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=widen)
-    refused(source, CheckpointError, "wrong shape", "up_proj.weight", "[56, 37]", "[56, 36]")
-
-
-def test_tensors_of_another_dtype(tmp_path):
-    def quantize(tensors):
-        name = "model.layers.0.mlp.up_proj.weight"
-        tensors[name] = tensors[name].astype(np.int8)
-
-    source = hf_checkpoints.write_golden(tmp_path / "hf", "llama", change=quantize)
-    refused(source, CheckpointError, "up_proj.weight", "dtype other than")
-
-
 def test_a_missing_shard(hf):
     (hf / "model-00002-of-00003.safetensors").unlink()
     refused(hf, CheckpointError, "model-00002-of-00003.safetensors", "index.json")
-
-
-@pytest.mark.parametrize("damage", ["truncated", "header", "empty"])
-def test_damaged_safetensors(damage, hf):
-    file = hf / "model-00003-of-00003.safetensors"
-    whole = file.read_bytes()
-    damaged = {
-        "truncated": whole[:-100],
-        "header": whole[:8] + b"{not json" + whole[17:],
-        "empty": b"",
-    }
-    file.write_bytes(damaged[damage])
-    refused(hf, CheckpointError, file.name, "safetensors", "again")
 
 
 def test_damaged_index_and_config(hf):
@@ -312,6 +245,16 @@ def test_damaged_index_and_config(hf):
     refused(hf, CheckpointError, "config.json is missing")
 
 
+def test_what_does_not_go_with_the_source(hf):
+    refused(hf, ModelError, "'int8'", "bfloat16", dtype="int8")
+    refused(hf, ModelError, "revision", "main", revision="main")
+    (hf / "tokenizer.json").write_text("{}")
+    refused(hf, CheckpointError, "tokenizer")
+    for file in hf.glob("model*"):
+        file.unlink()
+    refused(hf, CheckpointError, "no weights", "pytorch_model.bin")
+
+
 @pytest.mark.parametrize("content", ["a list", "a number", "a sparse tensor"])
 def test_a_torch_file_that_holds_no_state_dict(content, hf):
     torch = pytest.importorskip("torch")
@@ -324,25 +267,6 @@ def test_a_torch_file_that_holds_no_state_dict(content, hf):
     }
     torch.save(held[content], hf / "pytorch_model.bin")
     refused(hf, CheckpointError, "pytorch_model.bin", "give a state dict of the whole model")
-
-
-def test_no_weights(hf):
-    for file in hf.glob("model*"):
-        file.unlink()
-    refused(hf, CheckpointError, "no weights", "pytorch_model.bin")
-
-
-def test_damaged_tokenizer(hf):
-    (hf / "tokenizer.json").write_text("{}")
-    refused(hf, CheckpointError, "tokenizer")
-
-
-def test_an_unknown_dtype(hf):
-    refused(hf, ModelError, "'int8'", "bfloat16", dtype="int8")
-
-
-def test_a_revision_of_a_local_directory(hf):
-    refused(hf, ModelError, "revision", "main", revision="main")
 
 
 def test_existing_destination(hf):
@@ -376,6 +300,17 @@ def test_too_little_space(hf, monkeypatch):
     usage = shutil.disk_usage(hf)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=2**20))
     refused(hf, CheckpointError, "needs", "GiB", "free")
+
+
+def test_a_limit_on_the_size_of_files(tmp_path):
+    """It is an error of Orbax's C++."""
+    source = hf_checkpoints.write_golden(tmp_path / "hf", "qwen3")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+    try:
+        refused(source, CheckpointError, "cannot be written (File too large)")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.mark.parametrize(

@@ -230,19 +230,6 @@ def test_a_file_that_cannot_be_read_is_not_passed_over(name, hf):
     assert not (hf.parent / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"bos_token": 5}, {"eos_token": ["</s>"]}, {"add_bos_token": "x"}, {"eos_token": {}}],
-)
-def test_settings_of_the_wrong_kind(settings, hf):
-    write_pipeline(hf)
-    (hf / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<s>", **settings}))
-    with pytest.raises(CheckpointError) as raised:
-        convert(hf, hf.parent / "out")
-    assert "\n" not in str(raised.value)
-    assert not (hf.parent / "out").exists()
-
-
 def test_a_prefix_outside_the_vocabulary(tmp_path):
     """As of a tokenizer that belongs to another model."""
     source = hf_checkpoints.write_golden(tmp_path / "hf", "llama")

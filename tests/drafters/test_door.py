@@ -3,7 +3,6 @@
 import dataclasses
 
 import door
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -44,14 +43,11 @@ def drafter(name, target):
 
 
 @pytest.mark.parametrize("name", ["head", "riding"])
-@pytest.mark.parametrize("exactness", ["bitwise", "ties"])
-def test_output_is_the_targets_and_nothing_lags(target, plain, name, exactness):
-    more = {"draft_length": "auto", "verify_length": 4} if exactness == "ties" else {}
-    engine = Engine(target, drafter(name, target), exactness=exactness, **SMALL, **more)
+def test_output_is_the_targets_and_nothing_lags(target, plain, name):
+    settings = SMALL | {"exactness": "ties", "draft_length": "auto", "verify_length": 4}
+    engine = Engine(target, drafter(name, target), **settings)
     found = engine.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in found] == plain
-    if exactness == "bitwise":
-        assert sum(c.acceptance.num_draft_tokens for c in found) > 0
     assert not np.any(engine.executor.lags())
 
 
@@ -101,19 +97,10 @@ def test_taps_are_the_stream_between_layers(target):
     np.testing.assert_allclose(features[:, :, 2], first, rtol=1e-5, atol=1e-5)
 
 
-class Untapped:
-    """A model that has `forward` alone."""
-
-    def __init__(self, model):
-        self._model = model
-        for name in ("name", "params", "vocab_size", "eos_token_ids", "tokenizer"):
-            setattr(self, name, getattr(model, name))
-        self.init_cache, self.forward = model.init_cache, model.forward
-        self.logits = model.logits
-
-
 def test_the_last_boundary_needs_only_forward(target, plain):
-    found = Engine(Untapped(target), door.linear_head(target), **SMALL).generate(PROMPTS, PARAMS)
+    found = Engine(door.Untapped(target), door.linear_head(target), **SMALL).generate(
+        PROMPTS, PARAMS
+    )
     assert [c.token_ids for c in found] == plain
 
     class Inner(door.LinearHead):
@@ -128,7 +115,7 @@ def test_the_last_boundary_needs_only_forward(target, plain):
 
     head = door.linear_head(target)
     with pytest.raises(ModelError, match="taps boundary 1 of toy0, which has no num_layers"):
-        Engine(Untapped(target), Inner(head.config, head.params), **SMALL)
+        Engine(door.Untapped(target), Inner(head.config, head.params), **SMALL)
     with pytest.raises(ModelError, match=r"taps boundary 3 of toy0, which has boundaries 0"):
         Engine(target, Beyond(head.config, head.params), **SMALL)
 
@@ -165,7 +152,7 @@ class Watching(Drafter):
 
 @pytest.mark.as_shipped
 @pytest.mark.system
-def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
+def test_a_resting_drafter_with_taps_never_lags_over_hundreds_of_plain_steps():
     target = toy.model(num_layers=1)
     engine = Engine(
         target,
@@ -174,7 +161,7 @@ def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
         verify_length=4,
         draft_length=3,
         batch_size=2,
-        max_length=4224,
+        max_length=768,
         prefill_chunk=16,
     )
     prompts = toy.prompts((40, 1))
@@ -182,15 +169,15 @@ def test_a_resting_drafter_with_taps_never_lags_over_thousands_of_plain_steps():
         request = Request(
             request_id=str(row),
             prompt_token_ids=tuple(prompt),
-            params=SamplingParams(max_tokens=4100, ignore_eos=True),
+            params=SamplingParams(max_tokens=700, ignore_eos=True),
         )
         engine.executor.admit_and_prefill(row, request, draft_length=3)
     for draft_length in (0, 3, 0):
-        engine.executor.run(1200, draft_length=draft_length)
+        engine.executor.run(200, draft_length=draft_length)
         state = engine.executor.state
         # Everything but the newest token, whose features the next round has.
         np.testing.assert_array_equal(state.drafter["num_seen"][:2], state.num_committed[:2] - 1)
-    assert int(state.num_committed[0]) == 40 + 3600
+    assert int(state.num_committed[0]) == 40 + 600
 
 
 def test_the_targets_weights_are_counted_once_and_updated(target):
@@ -286,56 +273,6 @@ class Wide(toy.WrongDrafter):
 def test_a_state_without_rows_is_refused(target):
     with pytest.raises(ModelError, match=r"first axis of 7; put the rows first, or wrap"):
         Engine(target, Wide(), **SMALL)
-
-
-def test_entries_see_up_to_their_end(target):
-    """An entry with an end sees later entries too; the same as one whose end they lie before."""
-    forward = jax.jit(target.forward)
-    tokens = jnp.asarray(toy.prompts((6,)), jnp.int32)
-    window, cache = contiguous(tokens), target.init_cache(1, 128)
-    causal, _ = forward(target.params, tokens, window, cache)
-    same, _ = forward(target.params, tokens, window.replace(ends=window.positions + 1), cache)
-    np.testing.assert_array_equal(causal, same)
-    open_, _ = forward(
-        target.params, tokens, window.replace(ends=jnp.full_like(window.positions, 6)), cache
-    )
-    assert np.abs(np.asarray(open_ - causal))[0, 0].max() > 1e-3
-
-
-def test_a_path_may_lead_to_entries_of_an_earlier_call(target):
-    """A tree of depth 2 scored level by level equals its path scored as a chain."""
-    forward, prompt = jax.jit(target.forward), toy.prompts((5,))[0]
-    chain = jnp.asarray([[*prompt, 7, 9]], jnp.int32)
-    expected, _ = forward(target.params, chain, contiguous(chain), target.init_cache(1, 128))
-    cache = target.init_cache(1, 128)
-    first = jnp.asarray([prompt], jnp.int32)
-    _, cache = forward(target.params, first, contiguous(first), cache)
-    start = jnp.asarray([4], jnp.int32)
-    # Children 3 and 7 of the newest token, at offsets 1 and 2; then 9 below 7, at offset 3.
-    level = Window(
-        start=start,
-        positions=jnp.asarray([[5, 5]], jnp.int32),
-        slots=jnp.asarray([[5, 6]], jnp.int32),
-        paths=jnp.asarray([[[0, 1, 0], [0, 2, 0]]], jnp.int32),
-    )
-    _, cache = forward(target.params, jnp.asarray([[3, 7]], jnp.int32), level, cache)
-    below = Window(
-        start=start,
-        positions=jnp.asarray([[6]], jnp.int32),
-        slots=jnp.asarray([[7]], jnp.int32),
-        paths=jnp.asarray([[[0, 2, 3]]], jnp.int32),
-    )
-    hidden, _ = forward(target.params, jnp.asarray([[9]], jnp.int32), below, cache)
-    np.testing.assert_allclose(hidden[0, 0], expected[0, 6], rtol=1e-4, atol=1e-4)
-
-
-def test_a_draft_model_rewinds():
-    draft = jaxspec.DraftModel(toy.model(num_layers=1))
-    shape = Engine(toy.model(num_layers=1), draft, **SMALL).shape
-    state = draft.init(shape)
-    state = state.replace(num_seen=jnp.asarray([9, 5], jnp.int32))
-    after = draft.rewind(shape, draft.params, state, None, jnp.int32(0), jnp.int32(4))
-    assert after.num_seen.tolist() == [4, 5]
 
 
 def test_a_program_without_taps_is_that_of_forward_alone(target, monkeypatch):

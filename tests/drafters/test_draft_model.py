@@ -3,6 +3,7 @@ seen."""
 
 import collections
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 
 
@@ -48,6 +50,13 @@ def seen_kv(state, draft):
         yield np.where(is_seen[..., None, None], np.stack([k, v]), 0)
 
 
+def admit(engine, prompts, params, *, draft_length):
+    """Prefills prompt i in row i."""
+    requests = make_requests(prompts, params, engine.target, longest=100)
+    for row, request in enumerate(requests):
+        engine.executor.admit_and_prefill(row, request, draft_length=draft_length, arrival=row)
+
+
 @pytest.mark.parametrize("min_confidence", [0.0, 0.25])
 def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models, min_confidence):
     target, draft = models
@@ -60,11 +69,7 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         max_length=128,
         rounds_per_sync=1,
     )
-    requests = jaxspec.requests.requests.make_requests(
-        toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), target, longest=100
-    )
-    for row, request in enumerate(requests):
-        engine.executor.admit_and_prefill(row, request, draft_length=4, arrival=row)
+    admit(engine, toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), draft_length=4)
     draft_lengths = set()
     for _ in range(12):
         drafter = engine.executor.state.drafter
@@ -78,23 +83,11 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         kept, fresh = seen_kv(engine.executor.state, draft)
         np.testing.assert_allclose(kept, fresh, atol=1e-4)
     assert any(len(set(lengths)) > 1 for lengths in draft_lengths) == (min_confidence > 0)
-
-
-def test_the_check_above_catches_a_stale_slot(models):
-    target, draft = models
-    engine = Engine(
-        target,
-        jaxspec.DraftModel(draft),
-        scheduler=jaxspec.Static(),
-        draft_length=4,
-        batch_size=3,
-        max_length=128,
-    )
-    engine.generate(toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40))
+    # Sabotage: slots that were not read would be seen.
     drafter = engine.executor.state.drafter
     stale = engine.executor.state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
     kept, fresh = seen_kv(stale, draft)
-    assert np.abs(kept - fresh).max() > 1e-2
+    assert not np.allclose(kept, fresh, atol=1e-2)
 
 
 def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models):
@@ -114,10 +107,7 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     truth = Engine(target, batch_size=1, max_length=256).generate(
         [prompt], SamplingParams(max_tokens=60)
     )
-    requests = jaxspec.requests.requests.make_requests(
-        [prompt], SamplingParams(max_tokens=60), target, longest=100
-    )
-    engine.executor.admit_and_prefill(0, requests[0], draft_length=0)  # decodes plainly
+    admit(engine, [prompt], SamplingParams(max_tokens=60), draft_length=0)  # decodes plainly
     for _ in range(10):
         engine.executor.run(2)
     state = engine.executor.state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
@@ -160,11 +150,7 @@ def mid_decode(models):
         SamplingParams(max_tokens=30, temperature=temperature, top_k=top_k, seed=seed)
         for seed, (temperature, top_k) in enumerate([(0, 0), (0.7, 0), (1.2, 5), (1, 0)])
     ]
-    requests = jaxspec.requests.requests.make_requests(
-        toy.prompts((5, 9, 30, 70)), params, target, longest=100
-    )
-    for row, request in enumerate(requests):
-        engine.executor.admit_and_prefill(row, request, draft_length=5, arrival=row)
+    admit(engine, toy.prompts((5, 9, 30, 70)), params, draft_length=5)
     engine.executor.run(4)
     state = engine.executor.state
     return dataclasses.replace(engine.shape, needs_greedy_probs=True), state
@@ -230,9 +216,8 @@ def test_on_a_gpu_steps_have_a_known_number(models, mid_decode, min_confidence):
     rows = batch_view(state)
 
     def loops(shape):
-        traced = jax.make_jaxpr(lambda *given: drafter.propose(shape, *given))(
-            drafter.params, state.drafter, rows
-        )
+        propose = functools.partial(drafter.propose, shape)
+        traced = jax.make_jaxpr(propose)(drafter.params, state.drafter, rows)
         return {each.primitive.name for each in traced.eqns} & {"while", "scan"}
 
     assert loops(shape) == {"while"}

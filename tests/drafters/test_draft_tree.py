@@ -293,7 +293,6 @@ def params_of(num_requests):
     [
         (BEAM, 3),
         pytest.param(STATIC, 3, marks=pytest.mark.system),
-        pytest.param(BeamTree(width=2, depth=3, nodes=5), 1, marks=pytest.mark.system),
         pytest.param(BeamTree(width=3, depth=1, nodes=2), 3, marks=pytest.mark.system),
     ],
 )
@@ -337,13 +336,6 @@ def test_trees_that_do_not_fit_are_refused(target):
     wide = DraftModel(MODEL, tree=BeamTree(width=99, depth=1, nodes=1))
     with pytest.raises(SettingError, match=r"nodes of 99 children, and toy9 and toy0 share 61"):
         wide.check(target)
-
-
-def test_a_tree_says_whether_it_is_pruned_by_what_it_holds():
-    assert DraftModel(MODEL, tree=BEAM).prunes_by_token
-    assert DraftModel(MODEL, tree=StaticTree(((1,),))).prunes_by_token
-    assert not DraftModel(MODEL, tree=STATIC).prunes_by_token
-    assert not DraftModel(MODEL).prunes_by_token
 
 
 def test_without_slots_for_expanded_nodes_a_long_text_gets_another_tree(monkeypatch):

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from door import Untapped
 from live import live_kv, poison
 
-import jaxspec
 from jaxspec import BeamTree, DraftModel, Engine, Rejection, SamplingParams, Static, StaticTree
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
@@ -27,7 +27,7 @@ from jaxspec.requests.requests import make_requests
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
 
-WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, 32, 1152
+WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, 32, 768
 # Two pages take turns, so a turn is 256 positions.
 SHAPE = {
     "draft_length": 4,
@@ -53,21 +53,20 @@ def windowed(**settings):
     return DraftModel(models()[1], kv_window=WINDOW, kv_sinks=SINKS, **settings)
 
 
-def params_of(temperatures=(0.0, 0.8, 0.0), max_tokens=60):
+def params_of(temperatures=(0, 0.8, 0), max_tokens=60):
     return [
         SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
         for seed, temperature in enumerate(temperatures)
     ]
 
 
-def executor_of(drafter, target=None, **settings):
-    target = models()[0] if target is None else target
-    return make_executor(target, drafter, scheduler=Static(), trace="tokens", **(SHAPE | settings))
+def executor_of(drafter, **settings):
+    settings = SHAPE | settings
+    return make_executor(models()[0], drafter, scheduler=Static(), trace="tokens", **settings)
 
 
-def requests_of(prompts, params, target=None):
-    target = models()[0] if target is None else target
-    return make_requests(prompts, params, target, longest=MAX_LENGTH - 100)
+def requests_of(prompts, params):
+    return make_requests(prompts, params, models()[0], longest=MAX_LENGTH - 100)
 
 
 def drafts_of(executor, row):
@@ -78,14 +77,9 @@ def drafts_of(executor, row):
     found = {}
     for index in range(int(state.counts.num_rounds[row])):
         num_drafted = int(rounds.drafted[row, index])
-        found[int(rounds.context_length[row, index])] = (
-            tokens.token_id[row, index, :num_drafted].tolist(),
-            np.where(
-                tokens.token_id[row, index, :num_drafted] < 0,
-                np.inf,
-                tokens.logprob_q[row, index, :num_drafted],
-            ).tolist(),
-        )
+        ids = tokens.token_id[row, index, :num_drafted]
+        log_q = np.where(ids < 0, np.inf, tokens.logprob_q[row, index, :num_drafted])
+        found[int(rounds.context_length[row, index])] = ids.tolist(), log_q.tolist()
     return found
 
 
@@ -119,7 +113,7 @@ def with_pages(monkeypatch, more):
         yield
 
 
-# --------------------------------------------------------------------------- what does not change
+# What does not change
 
 
 @pytest.mark.parametrize("kernels", ["default", pytest.param("xla", marks=pytest.mark.system)])
@@ -132,19 +126,19 @@ def test_the_output_is_plain_decodings_over_several_turns_of_the_ring(kernels):
     close = toy.model(kernels=name, **changes, sliding_windows=(200,))
     drafter = DraftModel(close, kv_window=WINDOW)
     engine = Engine(target, drafter, scheduler=Static(), **SHAPE)
-    params = params_of(max_tokens=400)
-    plain = engine.generate(PROMPTS, params, speculate=False)
+    prompts, params = toy.prompts((480, 100, 290)), params_of(max_tokens=256)
+    plain = engine.generate(prompts, params, speculate=False)
     plain_kv = live_kv(engine)
     poison(engine)
-    speculative = engine.generate(PROMPTS, params)
+    speculative = engine.generate(prompts, params)
     assert [done.token_ids for done in speculative] == [done.token_ids for done in plain]
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
         np.testing.assert_array_equal(ours, theirs)
     for done in speculative:
-        assert done.acceptance.num_accepted_tokens > 50
+        assert done.acceptance.num_accepted_tokens > 30
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_whole_battery():
     """Drafts depend on their own request only, and q is what they were drawn from; prompts that are
     longer than a turn of the ring, and shorter."""
@@ -154,7 +148,7 @@ def test_the_whole_battery():
         check_drafter(drafter, target, prompts=prompts, max_length=768).assert_ok()
 
 
-# ------------------------------------------------------------------------------- what is drafted
+# What is drafted
 
 
 def visible(own, num_tokens):
@@ -231,23 +225,22 @@ def test_drafts_are_drawn_from_what_a_dense_reference_says(monkeypatch, is_broke
     ("settings", "verifier"),
     [
         ({"min_confidence": 0.1}, None),
-        pytest.param({"tree": BEAM}, None, marks=pytest.mark.system),
-        pytest.param({"tree": STATIC}, Rejection(), marks=pytest.mark.system),
+        ({"tree": BEAM}, None),
+        ({"tree": STATIC}, Rejection()),
     ],
     ids=["chains that end early", "beam tree", "static tree"],
 )
 def test_drafts_are_those_of_a_full_cache_that_is_masked_alike(monkeypatch, settings, verifier):
     """To the bit, and whatever is in the slots that no query may see."""
     drafter, requests = windowed(**settings), dict(enumerate(requests_of(PROMPTS, params_of())))
-    found = run(executor_of(drafter, verifier=verifier), requests)
-    assert run(executor_of(drafter, verifier=verifier), requests, is_poisoned=True) == found
+    executor = executor_of(drafter, verifier=verifier)
+    found = run(executor, requests)
+    assert run(executor, requests, is_poisoned=True) == found
+    assert run(executor, {2: requests[2]})[2] == found[2]
     for more, is_same in ((20, True), (-1, False)):
         with with_pages(monkeypatch, more):
-            executor = executor_of(drafter, verifier=verifier)
-            others = run(executor, requests)
+            others = run(executor_of(drafter, verifier=verifier), requests)
         assert (others == found) == is_same
-    alone = run(executor_of(drafter, verifier=verifier), {2: requests[2]})
-    assert alone[2] == found[2]
 
 
 @pytest.mark.system
@@ -265,24 +258,14 @@ def test_a_window_of_kv_may_be_narrower_than_what_a_round_scores(monkeypatch):
     assert found[0] == found[20] != found[-2]
 
 
-@pytest.mark.system
-def test_a_window_that_holds_everything_drafts_as_a_full_cache():
-    requests = dict(enumerate(requests_of(PROMPTS, params_of())))
-    full = run(executor_of(DraftModel(models()[1])), requests)
-    wide = run(executor_of(DraftModel(models()[1], kv_window=MAX_LENGTH)), requests)
-    assert wide == full
-    assert run(executor_of(windowed()), requests) != full
-
-
-# ----------------------------------------------------------------- rows that rest, move and return
+# Rows that rest, move and return
 
 
 @pytest.mark.system
 def test_a_drafter_that_fell_behind_catches_up_over_turns_of_the_ring():
     """It drafts what it would have drafted for the same text as a prompt."""
-    drafter = windowed()
-    [request] = requests_of([PROMPTS[0]], SamplingParams(max_tokens=400))
-    executor = executor_of(drafter)
+    [request] = requests_of([PROMPTS[2]], SamplingParams(max_tokens=400))
+    executor = executor_of(windowed())
     executor.admit_and_prefill(1, request, draft_length=0)
     executor.run(300)
     executor.set_draft_limits([4, 4, 4])
@@ -291,9 +274,9 @@ def test_a_drafter_that_fell_behind_catches_up_over_turns_of_the_ring():
     assert executor.catch_up({1: lag}) == -(-300 // CHUNK)
     executor.run(20)
     late = {at: tokens for at, (tokens, _) in drafts_of(executor, 1).items() if tokens}
-    text = executor.fetch("tokens").tokens[1, :900].tolist()
-    [again] = requests_of([text], SamplingParams(max_tokens=100))
-    early = run(executor_of(drafter), {0: again})[0]
+    text = executor.fetch("tokens").tokens[1, :590].tolist()
+    [again] = requests_of([text], SamplingParams(max_tokens=110))
+    early = run(executor, {0: again})[0]
     assert len(late) == 20
     for context, tokens in late.items():
         assert early[context][0] == tokens
@@ -349,8 +332,20 @@ def test_cutting_back_twice_forgets_nothing_of_what_was_written():
 
 
 def drafted(done):
-    """Rounds and accepted tokens of a completion, which depend on every draft."""
-    return done.acceptance.num_rounds, done.acceptance.num_accepted_tokens
+    """Tokens, rounds and accepted tokens of a completion; the latter depend on every draft."""
+    return done.token_ids, done.acceptance.num_rounds, done.acceptance.num_accepted_tokens
+
+
+@pytest.mark.system
+def test_schedulers_do_not_change_what_is_drafted():
+    """More requests than rows, some of which wait among the residents."""
+    prompts, params = PROMPTS[::2] * 2, params_of((0, 0.8, 0, 0), max_tokens=40)
+    found = []
+    for scheduler, batch_size in (("static", 3), ("pool", 2), ("continuous", 2)):
+        shape = SHAPE | {"batch_size": batch_size}
+        engine = Engine(models()[0], windowed(), scheduler=scheduler, **shape)
+        found.append([drafted(done) for done in engine.generate(prompts, params)])
+    assert found[0] == found[1] == found[2]
 
 
 @pytest.mark.system
@@ -361,27 +356,12 @@ def test_sessions_that_are_parked_draft_as_from_nothing():
     with engine.session() as one, engine.session() as other:
         for turn in (0, 1):
             for session, seed in ((one, 1), (other, 2)):
-                new = toy.prompts((300 + 100 * turn,), seed=seed + 10 * turn)[0]
+                new = toy.prompts((250 + 100 * turn,), seed=seed + 10 * turn)[0]
                 done = session.generate([*session.token_ids, *new], params)
                 if turn:
-                    assert done.num_reused_tokens == 319
+                    assert done.num_reused_tokens == 269
                 [fresh] = engine.generate([done.prompt_token_ids], params)
-                assert done.token_ids == fresh.token_ids
                 assert drafted(done) == drafted(fresh)
-
-
-@pytest.mark.system
-@pytest.mark.parametrize("scheduler", ["pool", "continuous"])
-def test_schedulers_do_not_change_what_is_drafted(scheduler):
-    """More requests than rows, some of which wait among the residents."""
-    prompts, params = PROMPTS[::2] * 2, params_of((0, 0.8, 0, 0), max_tokens=40)
-    static = Engine(models()[0], windowed(), scheduler=Static(), **SHAPE)
-    other = Engine(models()[0], windowed(), scheduler=scheduler, **{**SHAPE, "batch_size": 2})
-    found = [
-        [(done.token_ids, drafted(done)) for done in each.generate(prompts, params)]
-        for each in (static, other)
-    ]
-    assert found[0] == found[1]
 
 
 @pytest.mark.system
@@ -401,7 +381,7 @@ def test_a_prefilled_row_may_be_inserted():
     assert num_rounds == expected.acceptance.num_rounds
 
 
-# ------------------------------------------------------------------------- memory and bad settings
+# Memory and bad settings
 
 
 @pytest.mark.parametrize(
@@ -429,38 +409,16 @@ def test_kv_does_not_grow_with_the_context(settings, num_pages):
     )
 
 
-class NoLanguageModel:
-    """Has what `Model` asks for."""
-
-    def __init__(self, model):
-        self.name, self.params, self.tokenizer = model.name, model.params, None
-        self.vocab_size, self.eos_token_ids = model.vocab_size, ()
-        self.init_cache, self.forward, self.logits = model.init_cache, model.forward, model.logits
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"kv_window": 0}, r"kv_window 0 was given; KV is kept in blocks of 128 positions"),
-        ({"kv_window": 127}, r"so give at least 128, or None to keep everything"),
+def test_what_cannot_keep_a_window_is_refused():
+    for settings, message in (
+        ({"kv_window": 127}, r"kv_window 127 was given; .* so give at least 128, or None"),
         ({"kv_window": 256, "kv_sinks": -1}, r"kv_sinks -1 was given; .* from 0 to 128"),
         ({"kv_window": 256, "kv_sinks": 129}, r"kv_sinks 129 was given; .* from 0 to 128"),
-    ],
-)
-def test_sizes_out_of_range_are_refused(settings, message):
-    with pytest.raises(SettingError, match=message):
-        DraftModel(models()[1], **settings)
-
-
-def test_what_cannot_keep_a_window_is_refused():
+    ):
+        with pytest.raises(SettingError, match=message):
+            DraftModel(models()[1], **settings)
     with pytest.raises(SettingError, match=r"a kv_window of 128 were given; .* layout 'ragged'"):
         Engine(models()[0], windowed(), layout="aligned", **SHAPE)
-    with pytest.raises(SettingError, match=r"kv_window of 128 was given .* a NoLanguageModel"):
-        DraftModel(NoLanguageModel(models()[1]), kv_window=WINDOW)
+    with pytest.raises(SettingError, match=r"kv_window of 128 was given .* an? Untapped"):
+        DraftModel(Untapped(models()[1]), kv_window=WINDOW)
     Engine(models()[0], DraftModel(models()[1]), layout="aligned", **SHAPE)
-
-
-def test_its_name_says_what_it_keeps():
-    assert windowed().name == "draft_model~128+4:draft"
-    assert windowed(tree=BEAM).name == "draft_model[2x3:4]~128+4:draft"
-    assert jaxspec.DraftModel(models()[1], kv_sinks=9).name == "draft_model:draft"

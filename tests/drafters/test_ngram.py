@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxspec.drafters.ngram import NGram, merge
-from jaxspec.engine.engine import Engine
-from jaxspec.errors import SettingError
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.sampling import neutral_sampling
 from jaxspec.testing import check_drafter
 from jaxspec.types import BatchView, Draft, EngineShape
@@ -146,31 +143,6 @@ def test_branches_are_merged(tree):
     assert paths_of(draft) == list(dict.fromkeys(path for _, _, path in sorted(paths)))
 
 
-@pytest.mark.parametrize("branches", [0, 17])
-def test_branches_are_checked(branches):
-    with pytest.raises(SettingError, match=r"it must be 1 \(chains\) to 16"):
-        NGram(branches=branches)
-
-
-@pytest.mark.system
-def test_the_output_of_branches_is_plain_decodings():
-    target = toy.model()
-    motif = toy.prompts((6,))[0]
-    prompts = [[*motif, 7, *motif, 9, *motif], toy.prompts((5,))[0], motif * 3]
-    params = [SamplingParams(max_tokens=30, temperature=0.5 * (i == 1), seed=i) for i in range(3)]
-    engine = Engine(target, NGram(branches=3), batch_size=3, max_length=128)
-    found = engine.generate(prompts, params)
-    plain = engine.generate(prompts, params, speculate=False)
-    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
-    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
-
-
 @pytest.mark.slow
 def test_branches_pass_the_battery():
     check_drafter(NGram(branches=3), toy.model()).assert_ok()
-
-
-@pytest.mark.parametrize("bounds", [(0, 3), (4, 3)])
-def test_bounds_are_checked(bounds):
-    with pytest.raises(SettingError, match="1 <= min <= max"):
-        NGram(*bounds)

@@ -36,9 +36,9 @@ def test_a_static_tree_on_a_drawn_example():
     assert tree.depth.tolist() == [1, 1, 2, 2, 2, 3]
     assert tree.rank.tolist() == [0, 1, 0, 2, 0, 1]
     assert (tree.num_nodes, tree.max_depth, tree.name) == (6, 3, "static:6")
-    assert not tree.is_by_rank  # of node 0's children rank 1 is missing
-    assert StaticTree([(0,), (1,), (1, 0), (0, 0)]).is_by_rank
-    assert not StaticTree([(1,), (0,)]).is_by_rank
+    assert tree.prunes_by_token  # of node 0's children rank 1 is missing
+    assert not StaticTree([(0,), (1,), (1, 0), (0, 0)]).prunes_by_token
+    assert StaticTree([(1,), (0,)]).prunes_by_token
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_choices_that_are_no_tree_are_named(choices, message):
     ("tree", "message"),
     [
         ((2, 2, 7), "7 nodes was asked for; a width of 2 and a depth of 2 make 6 candidates"),
-        ((0, 2, 1), "width 0, depth 2 and 1 nodes was asked for; each must be at least 1"),
-        ((2, 0, 1), "each must be at least 1"),
-        ((2, 2, 0), "each must be at least 1"),
+        ((0, 2, 1), "width 0 was given; it must be at least 1"),
+        ((2, 0, 1), "depth 0 was given; it must be at least 1"),
+        ((2, 2, 0), "nodes 0 was given; it must be at least 1"),
     ],
 )
 def test_beams_that_are_no_tree(tree, message):
@@ -179,5 +179,5 @@ def test_a_budget_is_spent_level_by_level():
     assert tree.within(9) == tree
     assert tree.within(2).max_depth == 2
     for fields in ({"nodes": 0}, {"depth": 0}, {"top_p": 0}, {"top_p": 1.1}, {"min_ratio": -0.1}):
-        with pytest.raises(SettingError, match=r"was asked for|were given"):
+        with pytest.raises(SettingError, match=r"was given|were given"):
             BudgetTree(**fields)

@@ -13,7 +13,6 @@ from golden.make_clover2 import FIELDS, NUM_HEADS, NUM_TOKENS
 from safetensors.numpy import save_file
 
 from jaxspec.drafters.heads import formulas
-from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.formulas import TargetParts
 from jaxspec.load.drafters import load_drafter
 
@@ -54,7 +53,9 @@ def largest_difference(directory: Path, arrays: dict[str, np.ndarray]) -> float:
         parts,
         jnp.asarray(arrays["hidden"])[None],
         tokens[None],
-        lambda x: run_training_block(config, params, x, jnp.ones((1, NUM_TOKENS), jnp.int32)),
+        lambda x: formulas.run_training_block(
+            config, params, x, jnp.ones((1, NUM_TOKENS), jnp.int32)
+        ),
     )[0]
     differences = []
     for index, expected in enumerate(arrays["logits"]):

@@ -11,7 +11,6 @@ import pytest
 import toy
 
 from jaxspec.cache import pages as kv
-from jaxspec.drafters.heads.block import run_block
 from jaxspec.drafters.heads.config import heads_config, param_shapes
 from jaxspec.drafters.heads.formulas import anchor, apply_head, head_logits
 from jaxspec.models import decoder
@@ -101,7 +100,10 @@ def _logits_in_drafting(config, at, params, tokens):
             head_size=config.block.head_size,
             dtype=jnp.float32,
         )
-        return run_block(config, params, hidden, window, cache)[0]
+        has_feed_forward = config.block_part == "whole"
+        return decoder.run_layers(
+            config.block, params, hidden, window, cache, has_feed_forward=has_feed_forward
+        )[0]
 
     target = target_parts(TARGET, target_params())
     hidden = anchor(config, params, target, features[:, :, 0], tokens[:, 1 : at + 2], block)[:, -1]

@@ -55,15 +55,6 @@ class FlexConfig:
         """s, the layer that mask rows enter at."""
         return self.target.num_layers - self.num_deep_layers
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as `from_json` takes them."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> FlexConfig:
-        """The inverse of `to_json`."""
-        return cls(**{**fields, "target": ModelConfig.from_json(fields["target"])})
-
 
 def flex_config(
     target: ModelConfig,

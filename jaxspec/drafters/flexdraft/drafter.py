@@ -17,7 +17,7 @@ states (after its prompt, or after plain steps) gets them as in the sequential m
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -28,14 +28,12 @@ from jax.sharding import PartitionSpec as P
 from jaxspec.cache.pages import KVCache
 from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.flexdraft import formulas
-from jaxspec.drafters.flexdraft.calibrator import calibration
 from jaxspec.drafters.flexdraft.config import FlexConfig, param_shapes
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels import sums
-from jaxspec.kernels.base import Kernels, unpacked
+from jaxspec.kernels.base import Kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model, kernels_of
-from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, is_one_of, number, shown, text, whole_number
 from jaxspec.sampling import draw_block, without_nan
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -108,9 +106,6 @@ class FlexDraft(TrainedDrafter):
     uses_target_cache: ClassVar[bool] = True
     score_keeps_bits: ClassVar[bool] = True
     drafts_at_once: ClassVar[bool] = True
-    # Whether drafts of sampled rows are drawn with the noise of the target's own draws, where the
-    # verifier shares it. Otherwise they are the likeliest tokens, without a distribution.
-    shares_noise: ClassVar[bool] = True
 
     def __init__(
         self,
@@ -126,7 +121,7 @@ class FlexDraft(TrainedDrafter):
         """See the class; if `block_size` is None, the weights' own is used."""
         check_kind("config", config, FlexConfig, "a FlexConfig")
         name = text("name", name)
-        check_params(config, params, name)
+        self.check_params(config, params, name)
         self.check_settings(mode=mode, rule=rule, confidence=confidence)
         if block_size is None:
             block_size = config.block_size
@@ -171,19 +166,23 @@ class FlexDraft(TrainedDrafter):
     def fit(config: FlexConfig, target: Model, name: str) -> jnp.dtype:
         """The target's dtype; raises `ModelError` unless the weights were made for its
         architecture."""
-        check_target(config, target, name)
+        if not isinstance(target, LanguageModel):
+            needed = ("config", "kernels", "final_norm", "head")
+            missing = [part for part in needed if not hasattr(target, part)]
+            has_not = f"has no {', '.join(missing)}" if missing else "is another kind of model"
+            raise ModelError(
+                f"{name} runs its target's layers one by one, as only a jaxspec.LanguageModel has "
+                f"them, and {target.name} {has_not}; use a drafter of another kind."
+            )
+        mine, theirs = config.target, target.config
+        for what in ("num_layers", "width", "vocab_size"):
+            if getattr(mine, what) != getattr(theirs, what):
+                raise _other_target(name, target, what, getattr(mine, what), getattr(theirs, what))
+        for field in dataclasses.fields(mine):
+            of_mine, of_theirs = getattr(mine, field.name), getattr(theirs, field.name)
+            if of_mine != of_theirs:
+                raise _other_target(name, target, field.name, of_mine, of_theirs)
         return target.params["embedding"].dtype
-
-    def _set(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
-
-    def _with(self, **changes: Any) -> Self:
-        """A copy with some attributes changed."""
-        made = object.__new__(type(self))
-        made._set(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        made._set(**changes)
-        return made
 
     @property
     def name(self) -> str:
@@ -193,7 +192,7 @@ class FlexDraft(TrainedDrafter):
     @property
     def variants(self) -> tuple[FlexDraft, ...]:
         """With `auto`, whose variant 0 is parallel: the sequential mode."""
-        return (self._with(mode="sequential"),) if self.mode == "auto" else ()
+        return (self.with_fields(mode="sequential"),) if self.mode == "auto" else ()
 
     def choose_variant(self, shape: EngineShape) -> int:
         """The parallel mode for batches of up to two rows, as the paper found on an A100."""
@@ -206,16 +205,14 @@ class FlexDraft(TrainedDrafter):
 
     def check(self, target: Model) -> None:
         """Raises `ModelError` if these weights do not fit `target`."""
-        check_target(self.config, target, self.name)
-        dtype = _dtype_of(self.params)
-        if dtype != target.params["embedding"].dtype:
-            raise _other_target(self.name, target, "dtype", dtype, target.params["embedding"].dtype)
+        own, dtype = _dtype_of(self.params), self.fit(self.config, target, self.name)
+        if own != dtype:
+            raise _other_target(self.name, target, "dtype", own, dtype)
 
     def for_target(self, target: Model) -> FlexDraft:
         """A copy that runs the layers of `target`, with its kernels."""
-        bound = self._with(target=target)
-        bound._set(params=bound.pack(self.params))
-        return bound
+        bound = self.with_fields(target=target)
+        return bound.with_fields(params=bound.pack(self.params))
 
     def pack(self, params: PyTree) -> PyTree:
         """The parameters in the form that the target's kernels read fastest; see
@@ -301,15 +298,11 @@ class FlexDraft(TrainedDrafter):
             hidden, cache = lax.fori_loop(0, trips, run, carry)
 
         logits = self._logits(params, hidden[:, :num_nodes], rows)
-        takes_likeliest = shape.is_noise_shared and not self.shares_noise
-        own = rows.sampling
-        if takes_likeliest:
-            own = own.replace(temperature=jnp.zeros_like(own.temperature))
         drawn = draw_block(
             logits,
-            rows.replace(sampling=own),
+            rows,
             is_noise_shared=shape.is_noise_shared,
-            needs_probs=shape.needs_draft_probs and not takes_likeliest,
+            needs_probs=shape.needs_draft_probs,
             needs_greedy_probs=shape.needs_greedy_probs,
         )
         num_valid = jnp.minimum(rows.draft_limit, num_nodes)
@@ -366,7 +359,7 @@ class FlexDraft(TrainedDrafter):
         tokens = jnp.take_along_axis(rows.tokens, newest, axis=1)
         bonus = decoder.embed(params["target"], tokens)[:, 0]
         normed = target.final_norm(params["target"], hidden)
-        logits = target.head(params["target"], normed) + calibration(
+        logits = target.head(params["target"], normed) + formulas.calibration(
             params["own"]["calibrator"], bonus, normed, self._kernels.product
         )
         return without_nan(logits)
@@ -434,54 +427,8 @@ def _dtype_of(params: PyTree) -> jnp.dtype:
     return params["mask"].dtype
 
 
-def check_target(config: FlexConfig, target: Model, name: str) -> None:
-    """Raises `ModelError` unless the target is a `LanguageModel` with the architecture that this
-    configuration was made for."""
-    if not isinstance(target, LanguageModel):
-        needed = ("config", "kernels", "final_norm", "head")
-        missing = [part for part in needed if not hasattr(target, part)]
-        has_not = f"has no {', '.join(missing)}" if missing else "is another kind of model"
-        raise ModelError(
-            f"{name} runs its target's layers one by one, as only a jaxspec.LanguageModel has "
-            f"them, and {target.name} {has_not}; use a drafter of another kind."
-        )
-    mine, theirs = config.target, target.config
-    for what in ("num_layers", "width", "vocab_size"):
-        if getattr(mine, what) != getattr(theirs, what):
-            raise _other_target(name, target, what, getattr(mine, what), getattr(theirs, what))
-    for field in dataclasses.fields(mine):
-        of_mine, of_theirs = getattr(mine, field.name), getattr(theirs, field.name)
-        if of_mine != of_theirs:
-            raise _other_target(name, target, field.name, of_mine, of_theirs)
-
-
 def _other_target(name: str, target: Model, what: str, mine: Any, theirs: Any) -> ModelError:
     return ModelError(
         f"The weights of {name} were made for a target with {what} {mine}, and {target.name} has "
         f"{what} {theirs}; use weights that were made for this target."
     )
-
-
-def check_params(config: FlexConfig, params: PyTree, name: str) -> None:
-    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and one floating
-    dtype."""
-    if not are_arrays(params, may_be_shapes=True):
-        raise ModelError(
-            f"The FlexDraft weights {name} were given params that are not a pytree of arrays; give "
-            "them the parameters of their config."
-        )
-    dtype = params["mask"].dtype if "mask" in params else jnp.dtype(jnp.float32)
-    if not jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.dtype(jnp.float32)
-    like = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        param_shapes(config),
-        is_leaf=decoder.is_shape,
-    )
-    mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
-    if mismatch is not None:
-        path, found, expected = mismatch
-        raise ModelError(
-            f"The FlexDraft weights {name} have {found} at params{path}, where their config asks "
-            f"for {expected}; give them the parameters of this config, all in one dtype."
-        )

@@ -1,4 +1,5 @@
-"""The positions of mask rows, what they see, and how much of a draft is verified.
+"""The positions of mask rows, what they see, how their logits are corrected, and how much of a
+draft is verified.
 
 For a block of K = 3, with the newest token t at position `a` and the drafts d and e, the target
 scores three tokens, and G = 3 groups of mask rows draft for 0, 1 or 2 accepted ones. Rows below are
@@ -18,9 +19,13 @@ The first row of a group is at the position of the target's next token, and draf
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from jaxspec.kernels.base import Product, product
 from jaxspec.types import Window
 
 
@@ -75,3 +80,26 @@ def sure_length(confidence: jax.Array, *, least: float, rule: str) -> jax.Array:
     so_far = jnp.cumprod(confidence, axis=1) if rule == "product" else confidence
     is_sure = (so_far >= least).astype(jnp.int32)
     return jnp.maximum(jnp.sum(jnp.cumprod(is_sure, axis=1), axis=1, dtype=jnp.int32), 1)
+
+
+def calibration(
+    params: Mapping[str, Any],
+    bonus: jax.Array,
+    hidden: jax.Array,
+    product: Product = product,
+) -> jax.Array:
+    """What is added to the logits of mask rows, `[..., K, V]` fp32: how the bonus token corrects a
+    block that was drafted without it.
+
+    Args:
+      params: `calibrator` of `param_shapes`.
+      bonus: `[..., E]`, the target's embedding of the token at the beginning of the block.
+      hidden: `[..., K, E]`, hidden states of the block's mask rows after the target's final norm.
+      product: that of the kernels that `params` are packed for.
+    """
+    read = product(bonus, params["embedding"])[..., None, :] + product(hidden, params["hidden"])
+    bias = params["hidden_bias"]
+    activated = jax.nn.silu(read + bias.reshape((1,) * (read.ndim - 1) + bias.shape))
+    added = product(activated, params["logits"], dtype=jnp.float32)
+    bias = params["logits_bias"].astype(added.dtype)
+    return added + bias.reshape((1,) * (added.ndim - 1) + bias.shape)

@@ -127,16 +127,6 @@ class HeadsConfig:
         """Whether a head reads what the heads before it proposed; Medusa's are not."""
         return self.kind != "medusa" and self.connection != "none"
 
-    def to_json(self) -> dict[str, Any]:
-        """The fields, as `from_json` takes them."""
-        return dataclasses.asdict(self)
-
-    @classmethod
-    def from_json(cls, fields: dict[str, Any]) -> HeadsConfig:
-        """The inverse of `to_json`."""
-        block = fields.get("block")
-        return cls(**{**fields, "block": None if block is None else ModelConfig.from_json(block)})
-
 
 def heads_config(
     kind: Kind, target: ModelConfig, *, num_heads: int | None = None, **fields: Any

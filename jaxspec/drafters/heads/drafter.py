@@ -27,19 +27,17 @@ from jax import lax
 
 from jaxspec.cache import pages as kv
 from jaxspec.drafters.base import TrainedDrafter
-from jaxspec.drafters.growth import Grower, Growth, Level, Tree, count_levels
+from jaxspec.drafters.growth import Grower, Growth, Level, count_levels
 from jaxspec.drafters.heads import formulas
-from jaxspec.drafters.heads.block import run_block
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
 from jaxspec.drafters.tree_names import named_tree
-from jaxspec.drafters.trees import BudgetTree, StaticTree
+from jaxspec.drafters.trees import BudgetTree, Tree
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import Kernels, PackedWeight, unpacked
+from jaxspec.kernels.base import Kernels, PackedWeight
 from jaxspec.models import decoder
 from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
 from jaxspec.models.prefill import chain_window
-from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.runtime.values import check_kind, text
 from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
@@ -152,12 +150,6 @@ class Heads(TrainedDrafter):
     param_shapes = staticmethod(param_shapes)
     taps: ClassVar[tuple[int, ...]] = (LAST,)
     uses_target: ClassVar[bool] = True
-    # What a row's scores are multiplied by before they become probabilities; see `Grower`. Draft
-    # models gain from more than 1 (`draft_tree`), heads hardly: Clover's on the embedded target
-    # emit 2.20, 2.42, 2.70 tokens per round with trees of 4, 8, 16 nodes at 1, at 1.5 2.21, 2.37,
-    # 2.69, and at 2 2.19, 2.33, 2.64.
-    greedy_sharpness: ClassVar[float] = 1.0
-    sampled_sharpness: ClassVar[float] = 1.0
 
     def __init__(
         self,
@@ -171,7 +163,7 @@ class Heads(TrainedDrafter):
         others may be named, see `named_tree`."""
         check_kind("config", config, HeadsConfig, "a HeadsConfig")
         name = text("name", name)
-        check_params(config, params, name)
+        self.check_params(config, params, name)
         if tree is None:
             tree = BudgetTree(nodes=DEFAULT_NODES, depth=min(config.num_heads, DEFAULT_NODES))
         if isinstance(tree, str | int):
@@ -201,11 +193,22 @@ class Heads(TrainedDrafter):
     def fit(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
         """The target's dtype; raises `ModelError` if its head cannot be used by itself, or it has
         another width or vocabulary."""
-        return check_sizes(config, target, name)
-
-    def _set(self, **fields: Any) -> None:
-        for name, value in fields.items():
-            object.__setattr__(self, name, value)
+        if not isinstance(target, HeadedModel):
+            methods = ("final_norm", "head", "head_rows")
+            missing = [method for method in methods if not hasattr(target, method)]
+            raise ModelError(
+                f"The heads {name} use the head of their target, and {target.name} has no "
+                f"{', '.join(missing)}; add them as jaxspec.models.base.HeadedModel says."
+            )
+        token = jax.ShapeDtypeStruct((1,), jnp.int32)
+        row = jax.eval_shape(target.head_rows, target.params, token)
+        for what, mine, theirs in (
+            ("width", config.width, row.shape[-1]),
+            ("a vocabulary of", config.vocab_size, target.vocab_size),
+        ):
+            if mine != theirs:
+                raise _other_size(name, target, what, mine, theirs)
+        return row.dtype
 
     @property
     def name(self) -> str:
@@ -231,13 +234,12 @@ class Heads(TrainedDrafter):
     @property
     def prunes_by_token(self) -> bool:
         """Whether its tree leaves nodes out by what they hold, or siblings by their rank."""
-        is_as_drawn = isinstance(self.tree, StaticTree) and self.tree.is_by_rank
-        return self.tree is not None and not is_as_drawn
+        return self.tree is not None and self.tree.prunes_by_token
 
     def check(self, target: Model) -> None:
         """Raises `ModelError` if these are no heads for `target`, `SettingError` if a node of the
         tree has more children than there are tokens."""
-        dtype = check_sizes(self.config, target, self.name)
+        dtype = self.fit(self.config, target, self.name)
         if self._dtype != dtype:
             raise _other_size(self.name, target, "dtype", self._dtype, dtype)
         if self.tree is not None and self.tree.num_children > target.vocab_size:
@@ -248,11 +250,8 @@ class Heads(TrainedDrafter):
 
     def for_target(self, target: Model) -> Heads:
         """A copy that uses the head of `target`, and its kernels for the block."""
-        bound = object.__new__(type(self))
-        bound._set(**{field.name: getattr(self, field.name) for field in dataclasses.fields(self)})
-        bound._set(target=target)
-        bound._set(params=bound.pack(self.params))
-        return bound
+        bound = self.with_fields(target=target)
+        return bound.with_fields(params=bound.pack(self.params))
 
     def pack(self, params: PyTree) -> PyTree:
         """The heads' parameters, their products' weights as the target's kernels read them best;
@@ -446,10 +445,16 @@ class Heads(TrainedDrafter):
 
         def run(hidden: jax.Array) -> jax.Array:
             nonlocal cache
+            assert self.config.block is not None
             assert cache is not None, "there is a cache where there is a block"
-            own = params["own"]
-            hidden, cache = run_block(
-                self.config, own, hidden, window, cache, kernels=self._kernels
+            hidden, cache = decoder.run_layers(
+                self.config.block,
+                params["own"],
+                hidden,
+                window,
+                cache,
+                kernels=self._kernels,
+                has_feed_forward=self.config.block_part == "whole",
             )
             return hidden
 
@@ -532,8 +537,6 @@ class Heads(TrainedDrafter):
             shape=shape,
             rows=rows,
             num_levels=num_levels,
-            greedy_sharpness=self.greedy_sharpness,
-            sampled_sharpness=self.sampled_sharpness,
             kernels=self._kernels,
         )
 
@@ -642,62 +645,11 @@ def _num_unread(state: HeadsState, rows: BatchView) -> jax.Array:
     return jnp.maximum(jnp.minimum(rows.num_committed - 1, state.num_taken) - state.num_seen, 0)
 
 
-def check_sizes(config: HeadsConfig, target: Model, name: str) -> jnp.dtype:
-    """The dtype of a target that heads of this configuration fit.
-
-    Raises:
-      ModelError: its head cannot be used by itself, or it has another width or vocabulary.
-    """
-    if not isinstance(target, HeadedModel):
-        methods = ("final_norm", "head", "head_rows")
-        missing = [method for method in methods if not hasattr(target, method)]
-        raise ModelError(
-            f"The heads {name} use the head of their target, and {target.name} has no "
-            f"{', '.join(missing)}; add them as jaxspec.models.base.HeadedModel says."
-        )
-    token = jax.ShapeDtypeStruct((1,), jnp.int32)
-    row = jax.eval_shape(target.head_rows, target.params, token)
-    for what, mine, theirs in (
-        ("width", config.width, row.shape[-1]),
-        ("a vocabulary of", config.vocab_size, target.vocab_size),
-    ):
-        if mine != theirs:
-            raise _other_size(name, target, what, mine, theirs)
-    return row.dtype
-
-
 def _other_size(name: str, target: Model, what: str, mine: Any, theirs: Any) -> ModelError:
     return ModelError(
         f"The heads {name} have {what} {mine}, and the target {target.name} has {what} {theirs}; "
         "use heads that were made for this target."
     )
-
-
-def check_params(config: HeadsConfig, params: PyTree, name: str) -> None:
-    """Raises `ModelError` unless `params` have the shapes that `config` asks for, and the weights
-    one floating dtype."""
-    if not are_arrays(params):
-        raise ModelError(
-            f"The heads {name or config.kind} were given params that are not a pytree of arrays; "
-            "give them the parameters of their config."
-        )
-    dtypes = {leaf.dtype for leaf in jax.tree.leaves(params)}
-    floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
-    dtype = min(floats, key=str, default=jnp.dtype(jnp.float32))
-    like = jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype),
-        param_shapes(config),
-        is_leaf=decoder.is_shape,
-    )
-    if "token_map" in like:
-        like["token_map"] = jax.ShapeDtypeStruct(like["token_map"].shape, jnp.int32)
-    mismatch = first_mismatch(kinds_of(jax.eval_shape(unpacked, params)), kinds_of(like))
-    if mismatch is not None:
-        path, found, expected = mismatch
-        raise ModelError(
-            f"The heads {name or config.kind} have {found} at params{path}, where their config "
-            f"asks for {expected}; give them the parameters of this config, all in one dtype."
-        )
 
 
 def if_any(

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.kernels.base import Product, product, rms_norm
+from jaxspec.models import decoder
 
 Params: TypeAlias = Mapping[str, Any]
 RunBlock: TypeAlias = Callable[[jax.Array], jax.Array]
@@ -64,6 +65,17 @@ def anchor(
     if config.kind == "clover":
         return features if config.block is None else run_block(features)
     return target.final_norm(features)
+
+
+def run_training_block(
+    config: HeadsConfig, params: Params, hidden: jax.Array, segments: jax.Array
+) -> jax.Array:
+    """Hidden states `[B, T, E]` of packed sequences after the augmenting block: causal within
+    segments `[B, T]`, nothing cached."""
+    assert config.block is not None, "callers run a block only where there is one"
+    return decoder.training_layers(
+        config.block, params, hidden, segments, has_feed_forward=config.block_part == "whole"
+    )
 
 
 def apply_head(

@@ -1,1 +1,1 @@
-"""Heads as other projects store them: one module per layout, with a table of its tensors."""
+"""Drafters as other projects store them: one module per layout, with a table of its tensors."""

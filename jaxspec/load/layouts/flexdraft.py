@@ -12,7 +12,6 @@ beside its fields, and an object `dflash_config` or `flexdraft_config` states `t
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from typing import Any
 from jaxspec.convert import hf_reader, hub
 from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf, attention_leaves
-from jaxspec.drafters.flexdraft.config import LARGEST, FlexConfig, param_shapes
+from jaxspec.drafters.flexdraft.config import LARGEST, FlexConfig
 from jaxspec.drafters.flexdraft.drafter import FlexDraft
 from jaxspec.errors import ModelError
 from jaxspec.models.base import LanguageModel, Model
@@ -65,8 +64,8 @@ def read(directory: Path, target: Model, dtype: Any) -> tuple[FlexConfig, PyTree
         hint="they are no weights as FlexDraft's release has them",
     )
     fitting = FlexDraft.fit(config, target, str(directory))
-    dtype_of = functools.partial(FlexDraft.param_dtype, dtype=fitting if dtype is None else dtype)
-    return config, place(leaves, tensors, param_shapes(config), dtype_of, target)
+    dtype = fitting if dtype is None else dtype
+    return config, place(FlexDraft, config, leaves, tensors, dtype, target)
 
 
 def _release_config(hf: HFConfig, target: Model, directory: Path) -> FlexConfig:
@@ -88,22 +87,18 @@ def _release_config(hf: HFConfig, target: Model, directory: Path) -> FlexConfig:
     config = target.config
     num_deep = hf.count("num_hidden_layers", most=MAX_LAYERS)
     stated = {
-        "layers": (hf.count("num_target_layers", config.num_layers), config.num_layers),
-        "a width of": (hf.get("hidden_size"), config.width),
-        "a vocabulary of": (hf.get("vocab_size"), config.vocab_size),
-        "query heads": (hf.get("num_attention_heads"), config.num_query_heads),
-        "KV heads": (hf.get("num_key_value_heads"), config.num_kv_heads),
+        "num_layers": (hf.count("num_target_layers", config.num_layers), config.num_layers),
+        "width": (hf.get("hidden_size"), config.width),
+        "vocab_size": (hf.get("vocab_size"), config.vocab_size),
+        "num_query_heads": (hf.get("num_attention_heads"), config.num_query_heads),
+        "num_kv_heads": (hf.get("num_key_value_heads"), config.num_kv_heads),
     }
     for what, (theirs, ours) in stated.items():
         if theirs != ours:
-            words = (
-                (f"{what} {theirs}", f"{what} {ours}")
-                if what.endswith("of")
-                else (f"{theirs} {what}", f"{ours} {what}")
-            )
             raise ModelError(
-                f"The FlexDraft weights in {directory} were made for a target with {words[0]}, "
-                f"and {target.name} has {words[1]}; use weights that were made for this target."
+                f"The FlexDraft weights in {directory} were made for a target with {what} "
+                f"{theirs}, and {target.name} has {what} {ours}; use weights that were made for "
+                "this target."
             )
     last = list(range(config.num_layers - num_deep, config.num_layers))
     if own.get("target_layer_ids") not in (None, last):

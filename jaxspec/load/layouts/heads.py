@@ -6,7 +6,6 @@ They are read as they are, and not converted first: they are small.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -98,8 +97,8 @@ def read(directory: Path, target: Model, dtype: Any) -> tuple[HeadsConfig, PyTre
         config = dataclasses.replace(config, shares_head=True, num_head_tokens=None)
         kept = dict(leaf_paths(param_shapes(config)))
         leaves = [leaf for leaf in leaves if leaf.path in kept]
-    dtype_of = functools.partial(Heads.param_dtype, dtype=fitting if dtype is None else dtype)
-    return config, place(leaves, tensors_of_heads, param_shapes(config), dtype_of, target)
+    dtype = fitting if dtype is None else dtype
+    return config, place(Heads, config, leaves, tensors_of_heads, dtype, target)
 
 
 def _find(directory: Path) -> tuple[Layout, dict[str, hf_reader.Tensor], HFConfig]:

@@ -11,6 +11,7 @@ not used: on the hub it says two heads where there are five.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterable
 
@@ -18,7 +19,7 @@ from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf
 from jaxspec.drafters.heads.config import HeadsConfig
 
-from .tables import Layout, TargetSizes, Tensors, as_it_is, matrix_sizes, product
+from .tables import Layout, TargetSizes, Tensors, as_it_is, matrix_sizes, product, zero
 
 FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 PREFIX = "medusa_head."  # in a merged model
@@ -27,8 +28,7 @@ _HEAD = re.compile(r"\d{1,9}\.\d{1,9}\.weight", re.ASCII)
 
 
 def _read_config(tensors: Tensors, hf: HFConfig, target: TargetSizes) -> HeadsConfig:
-    blocks = [match.groups() for match in map(_BLOCK.fullmatch, tensors) if match]
-    num_heads, num_layers = (len(set(numbers)) for numbers in zip(*blocks, strict=True))
+    num_heads, num_layers = count_blocks(_BLOCK, tensors)
     width, _ = matrix_sizes(tensors, "0.0.linear.weight", hf.path)
     has_own = any(map(_HEAD.fullmatch, tensors))
     vocab_size = target.vocab_size
@@ -46,15 +46,28 @@ def _read_config(tensors: Tensors, hf: HFConfig, target: TargetSizes) -> HeadsCo
 
 
 def _leaves(config: HeadsConfig, tensors: Tensors, hf: HFConfig) -> list[Leaf]:
+    leaves = block_leaves(config, "{}.{}.linear")
+    for k in range(0 if config.shares_head else config.num_heads):
+        name = f"{k}.{config.num_layers}.weight"
+        leaves.append(product(("heads", k, "head"), name, config.width, config.vocab_size))
+    return leaves
+
+
+def count_blocks(block: re.Pattern[str], names: Iterable[str]) -> tuple[int, int]:
+    """Numbers of heads, and of each head's residual blocks, by the names of these."""
+    numbers = [match.groups() for match in map(block.fullmatch, names) if match]
+    num_heads, num_layers = map(len, map(set, zip(*numbers, strict=True)))
+    return num_heads, num_layers
+
+
+def block_leaves(config: HeadsConfig, name: str, *, has_bias: bool = True) -> list[Leaf]:
+    """The residual blocks of all heads; `name` has places for the numbers of head and block."""
     width, leaves = config.width, []
-    for k in range(config.num_heads):
-        for j in range(config.num_layers):
-            path, name = ("heads", k, "blocks", j), f"{k}.{j}.linear"
-            leaves.append(product((*path, "weight"), f"{name}.weight", width, width))
-            leaves.append(as_it_is((*path, "bias"), f"{name}.bias", width))
-        if not config.shares_head:
-            name = f"{k}.{config.num_layers}.weight"
-            leaves.append(product(("heads", k, "head"), name, width, config.vocab_size))
+    for k, j in itertools.product(range(config.num_heads), range(config.num_layers)):
+        path, stored = ("heads", k, "blocks", j), name.format(k, j)
+        bias = as_it_is((*path, "bias"), f"{stored}.bias", width)
+        leaves.append(product((*path, "weight"), f"{stored}.weight", width, width))
+        leaves.append(bias if has_bias else zero((*path, "bias")))
     return leaves
 
 

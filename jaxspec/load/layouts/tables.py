@@ -21,6 +21,7 @@ from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.hf_reader import Tensor
 from jaxspec.convert.mapping import Leaf
 from jaxspec.convert.writer import assemble
+from jaxspec.drafters.base import TrainedDrafter
 from jaxspec.drafters.heads.config import HeadsConfig
 from jaxspec.errors import JaxspecWarning, ModelError
 from jaxspec.models.base import Model
@@ -105,29 +106,33 @@ def matrix_sizes(tensors: Tensors, name: str, where: str) -> tuple[int, int]:
 
 
 def place(
+    drafter: type[TrainedDrafter],
+    config: Any,
     leaves: Iterable[Leaf],
     tensors: Tensors,
-    shapes: Any,
-    dtype_of: Callable[[LeafPath], Any],
+    dtype: Any,
     target: Model,
 ) -> PyTree:
     """The parameters that a table makes of tensors, placed like the target's. Those of one name
     that are made of the same tensors (a head that serves all) are placed once.
 
     Args:
+      drafter: their class.
+      config: its configuration.
       leaves: the table.
       tensors: by name.
-      shapes: those of the parameters, a pytree with a shape at each leaf.
-      dtype_of: the dtype of each parameter.
+      dtype: of the weights.
       target: the model that they draft for.
     """
+    shapes = drafter.param_shapes(config)
     sizes, sharding = dict(leaf_paths(shapes)), sharding_of(target)
     made: dict[Any, jax.Array] = {}
     placed: dict[LeafPath, jax.Array] = {}
     for leaf in leaves:
         key = (leaf.path[-1], *leaf.sources) if leaf.sources else leaf.path
         if key not in made:
-            array = assemble(leaf, sizes[leaf.path], tensors, np.dtype(dtype_of(leaf.path)))
+            leaf_dtype = np.dtype(drafter.param_dtype(leaf.path, dtype))
+            array = assemble(leaf, sizes[leaf.path], tensors, leaf_dtype)
             made[key] = jax.device_put(np.ascontiguousarray(array), sharding)
         placed[leaf.path] = made[key]
     return as_params(shapes, placed.__getitem__)

@@ -20,7 +20,8 @@ from jaxspec.convert.hf_config import HFConfig
 from jaxspec.convert.mapping import Leaf
 from jaxspec.drafters.heads.config import HeadsConfig
 
-from .tables import Layout, TargetSizes, Tensors, as_it_is, matrix_sizes, product, zero
+from .medusa import block_leaves, count_blocks
+from .tables import Layout, TargetSizes, Tensors, as_it_is, matrix_sizes, product
 
 _PREFIX = "medusa_heads."
 _BLOCK = re.compile(r"blocks\.(\d{1,9})\.layers\.(\d{1,9})\.weight", re.ASCII)
@@ -38,8 +39,7 @@ def _selected(tensors: Tensors) -> Tensors:
 def _read_config(tensors: Tensors, hf: HFConfig, target: TargetSizes) -> HeadsConfig:
     if hf.get("logit_scale") is not None and hf.number("logit_scale", least=0, most=1e6) != 1:
         raise hf.refuse("logit_scale", "1")
-    blocks = [match.groups() for match in map(_BLOCK.fullmatch, tensors) if match]
-    num_heads, num_layers = (len(set(numbers)) for numbers in zip(*blocks, strict=True))
+    num_heads, num_layers = count_blocks(_BLOCK, tensors)
     width, _ = matrix_sizes(tensors, "blocks.0.layers.0.weight", hf.path)
     num_rows, _ = matrix_sizes(tensors, "lm_heads.0.weight", hf.path)
     vocab_size = hf.count("vocab_size", num_rows)
@@ -57,18 +57,12 @@ def _read_config(tensors: Tensors, hf: HFConfig, target: TargetSizes) -> HeadsCo
 
 
 def _leaves(config: HeadsConfig, tensors: Tensors, hf: HFConfig) -> list[Leaf]:
-    has_bias = hf.flag("medusa_fc_bias", False)
     has_one_head = hf.flag("original_lm_head", False)
-    width, leaves = config.width, []
+    has_bias = hf.flag("medusa_fc_bias", False)
+    leaves = block_leaves(config, "blocks.{}.layers.{}", has_bias=has_bias)
     for k in range(config.num_heads):
-        for j in range(config.num_layers):
-            path, name = ("heads", k, "blocks", j), f"blocks.{k}.layers.{j}"
-            leaves.append(product((*path, "weight"), f"{name}.weight", width, width))
-            bias = as_it_is((*path, "bias"), f"{name}.bias", width)
-            leaves.append(bias if has_bias else zero((*path, "bias")))
-        if not config.shares_head:
-            name = f"lm_heads.{0 if has_one_head else k}.weight"
-            leaves.append(_head(config, tensors, ("heads", k, "head"), name))
+        name = f"lm_heads.{0 if has_one_head else k}.weight"
+        leaves.append(_head(config, tensors, ("heads", k, "head"), name))
     if config.num_head_tokens is not None:
         leaves.append(as_it_is((_MAP,), _MAP, config.num_head_tokens))
     return leaves
