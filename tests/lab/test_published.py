@@ -39,7 +39,7 @@ def test_a_round_emits_at_most_what_it_drafted(target, draft_length):
     prompts, asked = toy.prompts((9, 4)), SamplingParams(max_tokens=32)
     engine = Engine(
         target,
-        published.BatchMinimum(DraftModel(target)),
+        published.PublishedDraftModel(target),
         verifier=published.WithoutBonus(),
         draft_length=draft_length,
         **SHAPE,

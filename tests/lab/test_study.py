@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import html
 import json
 import pathlib
 
@@ -14,7 +15,7 @@ from rich.console import Console
 import jaxspec
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.lab.studies import measurements, published_figures, workload
+from jaxspec.lab.studies import measurements, workload
 from jaxspec.lab.studies import report as study_report
 from jaxspec.lab.studies.claims import check_claims
 from jaxspec.lab.studies.measurements import serve
@@ -86,7 +87,7 @@ def test_a_cell_is_measured_once_and_says_where_it_comes_from(running, models, t
     first = again.store.cells["one"]
     assert {*first["provenance"]} == {"xla_flags", "versions", "devices", "commit"}
     made_of = again.store.header["models"]
-    assert made_of["target"]["sha256"] != made_of["draft"]["sha256"]
+    assert made_of["target"] != made_of["draft"]
     text = (tmp_path / "cells.json").read_text()
     assert str(tmp_path) not in text  # no path of this machine
     assert str(pathlib.Path(models["target"]).parent) not in text
@@ -182,9 +183,8 @@ def committed():
 
 
 def test_the_committed_study_says_what_it_found(committed):
-    found = study_report.findings(committed["cells"])
-    assert found == committed["findings"]
-    text = " ".join(found)
+    text = " ".join(study_report.findings(committed["cells"]))
+    assert "1200 equal" in text
     assert "and 0 otherwise" in text
     assert "NOT" not in text
 
@@ -216,18 +216,13 @@ def test_committed_results_name_no_path_or_host(committed):
     assert committed["inputs"]
 
 
-def test_published_figures_stand_apart(committed, tmp_path):
-    tables = study_report.make_tables(committed["cells"])
-    published = [title for title in tables if title.startswith("Published")]
-    assert len(published) == 4
-    assert all("A100" in title for title in published)
-    for plot in study_report.make_plots(committed["cells"]):
-        for axes in plot.figure.axes:
-            is_published = axes.get_title().startswith("published")
-            assert is_published == (axes.get_facecolor()[:3] != (1, 1, 1)), plot.caption
+def test_the_page_has_every_claim_table_and_plot(committed, tmp_path):
     study_report.write_html(committed, tmp_path / "study.html")
     page = (tmp_path / "study.html").read_text(encoding="utf-8")
-    assert page.count('<div class="quoted">') == 4
+    claims = check_claims(committed["cells"])
+    assert claims == committed["claims"]
+    assert all(html.escape(claim["paper"]) in page for claim in claims)
+    assert page.count("<h2>") == 8  # claims, setup, and six of what was measured
     assert page.count("<img") == 5
 
 
@@ -258,7 +253,7 @@ def test_claims_follow_the_figures(committed):
 
 def test_tables_show_plain_decoding_wherever_they_show_tokens_per_second(committed):
     for title, table in study_report.make_tables(committed["cells"]).items():
-        if "tokens_per_s" in table and not title.startswith("Published"):
+        if "tokens_per_s" in table:
             beside = "plain_tokens_per_s" in table
             assert beside or table.system.str.contains("plain").any(), title
 
@@ -286,13 +281,6 @@ def test_what_is_printed_fits_80_columns(committed, capsys):
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "paper: exact match" in shown
-
-
-def test_published_tables_are_consistent():
-    systems = published_figures.TIME_BREAKDOWN.values()
-    assert all(abs(s["verify"] + s["draft"] + s["overhead"] - 100) < 0.1 for s in systems)
-    for found in published_figures.EQUIVALENCE.values():
-        assert all(exact <= partial for exact, partial in found.values())
 
 
 # ---- as a whole
@@ -346,4 +334,5 @@ def test_an_oracle_study_needs_no_weights(tmp_path, monkeypatch):
     cell = measurements.measure_decoding(work, cells, decoding, is_broken_down=False)
     assert cell["engine"]["is_synthetic"]
     assert cell["acceptance"]["num_accepted_tokens"] > 0
-    assert isinstance(work.engine(decoding).drafter, jaxspec.Oracle)
+    for name in ("jaxspec", "EQSPEC"):
+        assert isinstance(work.engine(work.named(name, 2)).drafter, jaxspec.Oracle)

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
 from jaxspec.cache.layouts import LAYOUTS, Layout
-from jaxspec.checkpoint.format import is_converted
-from jaxspec.checkpoint.manifest import read_manifest
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import CheckpointError
-from jaxspec.kernels.base import unpacked
 from jaxspec.lab.bench.measure import PairBench
 from jaxspec.lab.studies import published
-from jaxspec.load.models import cached_models, load_model
-from jaxspec.models.base import Model
+from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -36,12 +29,8 @@ from jaxspec.schedulers import Continuous, Pool, Static
 Cell: TypeAlias = dict[str, Any]
 Cells: TypeAlias = Mapping[str, Cell]
 
-# The file that the published study decodes, by its hash.
-SPEC_BENCH = {
-    "sha256": "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
-    "source": "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl",
-    "commit": "fd2c1cd7d2201ef71db4c5f4e455008f017967bf",
-}
+# SHA-256 of the file that the published study decodes (docs/study.md).
+SPEC_BENCH = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 SCHEDULERS = ("static", "pool", "continuous")
 PUBLISHED: dict[str, tuple[Layout, str]] = {
     "EQSPEC": ("aligned", "static"),
@@ -139,12 +128,12 @@ class Workload:
     def __init__(self, options: WorkloadOptions, reference: Callable[[], list[list[int]]]):
         self.options, self._reference = options, reference
         lines, self.inputs = load_prompts(options.prompts, options.limit)
-        self.is_spec_bench = SPEC_BENCH["sha256"] in self.inputs.values()
+        self.is_spec_bench = SPEC_BENCH in self.inputs.values()
         self.target = load_model(options.target, dtype=options.dtype)
         self.draft = load_model(options.draft, dtype=options.dtype)
         self.models = {
-            "target": identity(options.target, self.target),
-            "draft": identity(options.draft, self.draft),
+            name: weights_digest(model.params)
+            for name, model in (("target", self.target), ("draft", self.draft))
         }
         if self.target.tokenizer is None:
             self.prompts = self.in_file_order = self._random_prompts(len(lines))
@@ -231,14 +220,15 @@ class Workload:
         schedulers = {"static": Static(), "pool": Pool(num_pooled), "continuous": Continuous()}
         settings: dict[str, Any] = {}
         if decoding.speculates:
-            drafter: Any = DraftModel(self.draft)
+            kind, oracle = DraftModel, Oracle
             if decoding.is_published:
-                drafter = published.RereadingDraftModel(self.draft)
+                kind, oracle = published.PublishedDraftModel, published.PublishedOracle
                 settings["verifier"] = published.WithoutBonus()
+            drafter: Drafter = kind(self.draft)
             if is_oracle and self.options.oracle is not None:
-                drafter = self._oracle(drafter, self.options.oracle)
-            if decoding.is_published:
-                drafter = published.BatchMinimum(drafter)
+                drafter = oracle(
+                    self._known_outputs(), acceptance=self.options.oracle, cost_of=drafter
+                )
             settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
         engine = Engine(
             self.target,
@@ -253,15 +243,13 @@ class Workload:
         engine.generate([[0, 0]], SamplingParams(max_tokens=2))
         return engine
 
-    def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
-        """An oracle that drafts what the target will emit, right with the given probability, at the
-        cost of `cost`."""
+    def _known_outputs(self) -> list[tuple[int, ...]]:
+        """Prompts and what the target will emit after them, for an oracle."""
         requests = self.requests(max(self.options.batch_sizes))
-        sequences = [
+        return [
             request.prompt_token_ids + tuple(output)
             for request, output in zip(requests, self._reference(), strict=True)
         ]
-        return Oracle(sequences, acceptance=acceptance, cost_of=cost)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -277,25 +265,3 @@ def _in_turn(lines: Sequence[PromptLine]) -> list[PromptLine]:
         by_category.setdefault(name, []).append(line)
     turns = itertools.zip_longest(*by_category.values())
     return [line for turn in turns for line in turn if line is not None]
-
-
-def identity(name: str, model: Model) -> dict[str, Any]:
-    """Identifies a checkpoint: a digest of its parameters as they are used, and the revision if it
-    was downloaded."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(leaf).tobytes())
-    return {
-        "name": pathlib.Path(name).name if os.path.isdir(name) else name,
-        "sha256": digest.hexdigest(),
-        "revision": _revision(name),
-    }
-
-
-def _revision(name: str) -> str | None:
-    """Commit of a hub id that was converted, or of the source of a converted directory."""
-    if is_converted(name):
-        with contextlib.suppress(CheckpointError):
-            return read_manifest(name).revision
-    return next((model.revision for model in cached_models() if model.source == name), None)
