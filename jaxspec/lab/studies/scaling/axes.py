@@ -183,7 +183,6 @@ def fit_axis(
         "seeds": [int(seed) for seed in seeds],
         "points": _points(rows, column, x, drawn),
         "slope_per_decade": slope,
-        "direction": "flat" if holds_zero(slope) else "grows" if slope["value"] > 0 else "falls",
         "curvature": curvature,
         "fits": fits,
         "weights": weights.tolist(),

@@ -16,7 +16,6 @@ from jaxspec.errors import SettingError
 from jaxspec.lab.cost.model import Device, Fit, Pair, Pass, fit_device
 from jaxspec.lab.intervals import ENDS, resample
 from jaxspec.lab.studies.scaling.estimators import as_numbers, cumulative_by_prompt
-from jaxspec.lab.studies.scaling.fits import least_squares
 
 if TYPE_CHECKING:
     import pandas
@@ -76,7 +75,7 @@ def best_widths(
     has_predictions = all(name in times for name in PREDICTED)
     names = ["plain_s", "round_s", *(PREDICTED if has_predictions else ())]
     cells: Any = times.groupby(["batch", "draft_length"])[names].median()
-    found, best, drawn_best = [], [], []
+    found, best = [], []
     for batch in sorted(int(size) for size in times.batch.unique()):
         of_batch = cells.loc[batch]
         own = np.array([0, *(int(n) for n in of_batch.index if n < emitted.shape[1])])
@@ -91,7 +90,6 @@ def best_widths(
             "low": int(low),
             "high": int(high),
             "speedup": float(rates.max() / rates[0]),
-            "is_clipped": width in (0, max(own)),
             "choices": [
                 {"draft_length": int(n), "emitted": float(e), "round_s": float(s),
                  "tokens_per_s": float(rate)}
@@ -108,14 +106,12 @@ def best_widths(
             }
         found.append(cell)
         best.append(width)
-        drawn_best.append(draws[1:])
     return {
         "drafter": str(rows.drafter.iloc[0]),
         "training_tokens": int(rows.training_tokens.iloc[0]),
         "num_prompts": num_prompts,
         "batches": found,
         "falls": _direction(best),
-        "fit": _fit_width(found, np.array(drawn_best)),
         "prediction": _errors(found) if has_predictions else None,
     }
 
@@ -165,28 +161,6 @@ def _errors(cells: Sequence[dict[str, Any]]) -> dict[str, float | int]:
 def _direction(best: Sequence[int]) -> bool:
     """Whether the best length never grows with the batch, and shrinks somewhere."""
     return bool(np.all(np.diff(best) <= 0) and best[-1] < best[0])
-
-
-def _fit_width(cells: Sequence[dict[str, Any]], drawn: np.ndarray) -> dict[str, Any] | None:
-    """log2 of the best length over log2 of the batch, where it is neither 0 nor the longest."""
-    is_free = np.array([not cell["is_clipped"] for cell in cells])
-    if is_free.sum() < 3:
-        return None
-    batches = np.array([cell["batch"] for cell in cells], np.float64)[is_free]
-    best = np.array([cell["best"] for cell in cells], np.float64)[is_free]
-    design = np.stack([np.ones(len(batches)), np.log2(batches)], axis=-1)
-    solve = least_squares(design, np.ones(len(batches)))
-    intercept, slope = solve @ np.log2(best)
-    slopes = np.log2(np.maximum(drawn[is_free].T, 1)) @ solve[1]
-    low, high = np.quantile(slopes, (0.025, 0.975))
-    return {
-        "formula": "log2 n* = a + b log2 B",
-        "a": float(intercept),
-        "b": float(slope),
-        "b_low": float(low),
-        "b_high": float(high),
-        "num_batches": int(is_free.sum()),
-    }
 
 
 def predict_times(times: pandas.DataFrame, pair: Pair) -> pandas.DataFrame:

@@ -18,7 +18,7 @@ from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.measure import Say
-from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings
+from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
     Decoder,
@@ -28,7 +28,6 @@ from jaxspec.lab.studies.scaling.decoding import (
     rows_of,
 )
 from jaxspec.lab.studies.scaling.drafters import Drafters
-from jaxspec.lab.studies.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
@@ -40,26 +39,9 @@ FAMILY = "draft_model"
 # Options that say which cells there are, or how well they are timed, and not what a cell holds.
 _CHOOSE_CELLS = (
     "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
-    "time_draft_lengths", "repeats", "epochs", "rows", "times", "quick",
+    "time_draft_lengths", "repeats", "epochs", "rows", "quick",
 )  # fmt: skip
-
-# By the beginning of a cell's name, what it holds; all other cells are a drafter's.
-_FIELDS = {
-    "batch": ("batch_size", "num_compared", "num_equal_to_plain", "num_same_counts"),
-    "ceilings": tuple(field.name for field in dataclasses.fields(Ceilings)),
-    "times": ("batch", "draft_length", "context", "round_s", "draft_s", "target_s", "verify_s"),
-}
-_OF_A_DRAFTER = ("drafter", "rows", "num_compared_with_plain", "num_equal_to_plain")
-
-
-def lacks(name: str, cell: Cell) -> str | None:
-    """A field that the cell of this name should hold and does not."""
-    parts = [(_FIELDS.get(name.split("-")[0], _OF_A_DRAFTER), cell)]
-    if "rows" in cell:
-        parts.append((("target", *DRAFTER), cell.get("drafter", {})))
-        of_rows = "domain", "prompt", *DECODING, *COUNTS, *BY_POSITION
-        parts += [(of_rows, row) for row in cell["rows"]]
-    return next((field for fields, part in parts for field in fields if field not in part), None)
+_FORMAT = 1  # of a cell: one of another cannot be read
 
 
 class Running:
@@ -87,6 +69,7 @@ class Running:
         for name in _CHOOSE_CELLS:
             del config[name]
         header = {
+            "format": _FORMAT,
             "config": config | {"reference": settings.reference.name},
             "inputs": self.inputs,
             "models": self.models,
@@ -108,7 +91,7 @@ class Running:
 
     def measure(self, *, say: Say) -> None:
         """Trains and measures what is missing."""
-        self.store.run(self.cells(), say=say, lacks=lacks)
+        self.store.run(self.cells(), say=say)
 
     def cells(self) -> dict[str, Callable[[], Cell]]:
         """What measures each cell, by name."""
