@@ -91,7 +91,6 @@ def test_the_log_linear_truth_is_a_law():
     assert axis["word"] == "law"
     slope = axis["slope_per_decade"]
     assert slope["low"] < 0.7 < slope["high"]
-    assert axis["direction"] == "grows"
     assert "a law. All gates pass." in axis["sentence"]
 
 
@@ -159,7 +158,7 @@ def test_axes_and_what_one_seed_lacks():
     assert layers["seeds"] == [0]
     assert any("There is one seed (0)" in note for note in layers["notes"])
     assert any("not trained at every point: seeds 1, 2" in note for note in layers["notes"])
-    assert layers["direction"] == "grows"
+    assert layers["slope_per_decade"]["low"] > 0
 
 
 def test_the_document_is_json_and_the_same_for_the_same_seed():
@@ -213,7 +212,6 @@ def test_the_best_draft_length_is_that_of_the_most_tokens_per_second():
     best = [cell["best"] for cell in found["batches"]]
     assert found["falls"]
     assert best[0] > best[-1]
-    assert found["fit"]["b"] < 0
     assert found["prediction"] is None
 
 
@@ -368,8 +366,9 @@ def test_the_shipped_figures_follow_from_the_shipped_rows():
     rows, times = (read_rows(SHIPPED / f"{name}.parquet") for name in ("rows", "times"))
     found = json.loads(json.dumps(analyse(rows, times)))
     names = ("axes", "acceptance_by_position", "batch", "notes")
-    assert not list(differences({name: found[name] for name in names},
-                                {name: expected[name] for name in names}))  # fmt: skip
+    seen = differences(*({name: each[name] for name in names} for each in (found, expected)))
+    no_longer = ("/direction:", "/fit:", "/is_clipped:")
+    assert not [one for one in seen if not any(name in one for name in no_longer)]
 
 
 def figures_of_the_page(document):
