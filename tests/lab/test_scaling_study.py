@@ -275,8 +275,7 @@ def test_the_report_shows_what_was_found(tmp_path):
     for text in ("Gates, tokens, 1x128: a trend", "FAIL", "extrapolated", "Setup"):
         assert text in page
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {"tokens.png", "layers.png", "drafters.png", "positions.png",
-                     "widths-2x128.png"}  # fmt: skip
+    assert names == {"tokens.png", "layers.png", "positions.png"}
     console = Console(record=True, width=160)
     print_report(document, console)
     text = console.export_text()

@@ -220,10 +220,11 @@ def test_the_page_has_every_claim_table_and_plot(committed, tmp_path):
     study_report.write_html(committed, tmp_path / "study.html")
     page = (tmp_path / "study.html").read_text(encoding="utf-8")
     claims = check_claims(committed["cells"])
-    assert claims == committed["claims"]
+    answers = [claim["reproduced"] for claim in claims]
+    assert answers == [claim["reproduced"] for claim in committed["claims"]]
     assert all(html.escape(claim["paper"]) in page for claim in claims)
     assert page.count("<h2>") == 8  # claims, setup, and six of what was measured
-    assert page.count("<img") == 5
+    assert page.count("<img") == 3
 
 
 def test_claims_follow_the_figures(committed):
@@ -270,10 +271,10 @@ def test_tables_hold_what_was_measured(committed):
     shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "regroup", "rest")]
     assert sum(shares) == pytest.approx(1.0)
     rounds = tables["Rounds and token-positions"]
-    four = committed["cells"]["rounds-b4"]
-    listed = rounds[rounds.system.str.startswith("list schedule, rows") & (rounds.batch_size == 4)]
-    assert listed.num_rounds.tolist() == [four["ideal_rounds"]]
-    assert listed.draft_positions.isna().all()
+    name = "decode-ragged-continuous-speculative-b4"
+    four = rounds[(rounds.system == "jaxspec") & (rounds.batch_size == 4)]
+    assert four.ideal_rounds.tolist() == [committed["cells"][name]["ideal_rounds"]]
+    assert rounds[rounds.system.str.startswith("plain")].draft_positions.isna().all()
 
 
 def test_what_is_printed_fits_80_columns(committed, capsys):
@@ -303,14 +304,19 @@ def test_a_whole_study_on_a_tiny_pair(models, tmp_path):
     controls = cells["controls-b2"]["systems"]
     assert controls["BSP"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
     assert controls["DSD"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
-    rounds = cells["rounds-b2"]["systems"]
-    assert rounds["jaxspec"]["draft_positions"] < rounds["EQSPEC"]["draft_positions"]
-    bound = rounds["jaxspec"]["num_drafted"] + rounds["jaxspec"]["num_committed"]
-    assert rounds["jaxspec"]["draft_positions"] <= 1.1 * bound
+    read = {
+        cell["system"]: cell["schedule"]["draft_positions"]
+        for cell in cells.values()
+        if cell.get("speculates") and "schedule" in cell
+    }
+    assert read["jaxspec"] < read["EQSPEC"]
+    ours = cells["decode-ragged-continuous-speculative-b2"]
+    bound = ours["acceptance"]["num_draft_tokens"] + ours["num_prompt_tokens"] + ours["num_tokens"]
+    assert read["jaxspec"] <= 1.1 * bound
     assert all(r["compiled"] == r["replayed"] for r in cells["grouping"]["replays"])
     assert "not measured" not in [c["reproduced"] for c in check_claims(cells)][:8]
     page = (output / "study.html").read_text()
-    assert page.count("<img") == len(list(output.glob("*.png"))) == 5
+    assert page.count("<img") == len(list(output.glob("*.png"))) == 3
     assert page.index("reproduced?") < page.index("<img")
     kept = json.loads((output / "study.json").read_text())
     assert "token_ids" not in kept["cells"]["reference"]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from jaxspec.lab.studies.claims import SOURCE, check_claims, paper_window
-from jaxspec.lab.studies.workload import NAMED, Cell, Cells, nearest, of_kind, rounds_of
+from jaxspec.lab.studies.workload import NAMED, Cell, Cells, nearest, of_kind
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
 from jaxspec.runtime.environment import load_remark
@@ -74,8 +74,7 @@ def _written(cells: Cells) -> dict[str, Any]:
     first cell is that of the document (a cell of another keeps its own). `engine` has the settings
     that all engines have in common."""
     cells = copy.deepcopy(dict(cells))
-    parts = [each for cell in cells.values() for each in (cell, *cell.get("systems", {}).values())]
-    engines = [part["engine"] for part in parts if "engine" in part]
+    engines = [cell["engine"] for cell in cells.values() if "engine" in cell]
     common = {
         name: value
         for name, value in engines[0].items()
@@ -100,8 +99,9 @@ def print_report(cells: Cells, console: Console) -> None:
         for label in ("paper", "ours", "why"):
             if claim[label]:
                 console.print(f"  {label}: {claim[label]}", markup=False, highlight=False)
-    columns = "batch_size system schedule.num_rounds emitted_per_round draft_positions"
-    console.print(TextTable.of_frame("Rounds", _fields(_rounds(cells), columns)))
+    columns = "system batch_size schedule.num_rounds ideal_rounds schedule.draft_positions"
+    named = [cell for cell in of_kind(cells, "decode-") if cell["system"] in NAMED]
+    console.print(TextTable.of_frame("Rounds", _fields(named, columns)))
     for sentence in findings(cells):
         console.print(f"- {sentence}", markup=False, highlight=False)
 
@@ -145,13 +145,11 @@ def findings(cells: Cells) -> list[str]:
 # ---- tables
 
 _RATES = "system batch_size tokens_per_s plain_tokens_per_s"
-_THROUGHPUT = (
-    f"{_RATES} num_requests ratio_to_plain acceptance.emitted_per_round schedule.num_rounds "
-    "ideal_rounds schedule.num_realignments"
-)
+_THROUGHPUT = f"{_RATES} num_requests ratio_to_plain"
 _ROUNDS = (
-    "batch_size system schedule.num_rounds rows_used emitted_per_round target_positions "
-    "draft_positions num_drafted num_committed num_equal_to_jaxspec"
+    "system batch_size schedule.num_rounds ideal_rounds acceptance.emitted_per_round "
+    "schedule.num_realignments target_positions.live target_positions.computed "
+    "schedule.draft_positions"
 )
 _EQUIVALENCE = (
     "system batch_size equivalence.num_outputs equivalence.exact_text equivalence.partial_text "
@@ -179,10 +177,10 @@ def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
     rates = cells.get("grouping", {}).get("rates", [])
     window = paper_window(cells["grouping"]) if rates else 0
     tables = {
-        "Rounds and token-positions": _fields(_rounds(cells), _ROUNDS),
+        "Rounds and token-positions": _fields(decoded, _ROUNDS),
         "Equivalence with batch-1 plain decoding: the paper's exact and partial match on text, and "
         "on tokens": _fields([*decoded, *controls], _EQUIVALENCE),
-        "Throughput (whole runs, prefill included) and rounds": _fields(decoded, _THROUGHPUT),
+        "Throughput (whole runs, prefill included)": _fields(decoded, _THROUGHPUT),
         "Time breakdown: milliseconds per call of parts compiled alone, timed on rows in "
         "mid-decode; shares of the wall time, calls times milliseconds": pd.concat(times, axis=1),
         f"Grouping rate of a pool of {window} rows": _fields(
@@ -200,20 +198,6 @@ def _fields(records: Sequence[Cell], paths: str) -> pandas.DataFrame:
     """Records as a table of fields and fields of fields (`schedule.num_rounds`)."""
     frame = import_extra("pandas", "the report of a study").json_normalize(list(records))
     return frame.reindex(columns=paths.split()).rename(columns=lambda path: path.split(".")[-1])
-
-
-def _rounds(cells: Cells) -> list[Cell]:
-    """A record per system and batch size; of the list schedules only rounds are known."""
-    records = []
-    for cell in of_kind(cells, "rounds-"):
-        ideals = {
-            "list schedule, rows refilled at once": cell["ideal_rounds"],
-            "list schedule, static batches": cell["ideal_rounds_static"],
-        }
-        ideals = {name: {"schedule": {"num_rounds": rounds}} for name, rounds in ideals.items()}
-        for name, found in (cell["systems"] | ideals).items():
-            records.append({"batch_size": cell["batch_size"], "system": name, **found})
-    return records
 
 
 def _shares(timed: Sequence[Cell]) -> pandas.DataFrame:
@@ -241,15 +225,6 @@ def make_plots(cells: Cells) -> list[Plot]:
         )
         panels = {"tokens/s over plain decoding's": ratios}
         plots.append(_plot("throughput", "Throughput against batch size", panels))
-    if found := of_kind(cells, "rounds-"):
-        panels = {
-            f"batch {cell['batch_size']}: rounds for {cell['num_prompts']} prompts": pd.DataFrame(
-                {"rounds": rounds_of(cell) | {"list schedule": cell["ideal_rounds"]}}
-            )
-            for cell in found
-        }
-        caption = "Rounds: the same prompts, tokens and draft length"
-        plots.append(_plot("rounds", caption, panels, kind="barh"))
     if timed := [cell for cell in named if "time_breakdown" in cell]:
         # Negative parts (those that are cheaper inside the loop) cannot be drawn.
         shares = 100 * _shares(timed).clip(lower=0)
@@ -271,12 +246,6 @@ def make_plots(cells: Cells) -> list[Plot]:
             ),
         }
         plots.append(_plot("grouping", "Grouping rate of the same-length pool, by calls", panels))
-    if found := of_kind(cells, "serving-"):
-        size = max(cell["batch_size"] for cell in found)
-        ours = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
-        panels = {f"batch {size}: s": pd.DataFrame(ours).loc[["p50", "p90", "p99"]]}
-        caption = "Request latency under Poisson arrivals"
-        plots.append(_plot("serving", caption, panels, kind="bar", rot=0))
     return plots
 
 

@@ -77,14 +77,20 @@ def schedulers(
             if not decoding.speculates:
                 continue
             engine = workload.engine(decoding, pool=POOL)
-            completions, result = count_rounds(engine, requests)
+            completions, schedule = count(engine, requests)
+            draft_positions = schedule.pop("draft_positions")
+            total = Acceptance.total([completion.acceptance for completion in completions])
             reference = reference or completions  # ragged, whose bits no neighbour changes
             own = [completion.acceptance.num_rounds for completion in reference]
             results.append(
                 {
                     "system": decoding.system,
                     "batch_size": batch_size,
-                    **result,
+                    "engine": engine.describe(),
+                    "schedule": schedule,
+                    "acceptance": total.to_json(),
+                    "emitted_per_call": total.num_emitted_tokens / schedule["num_rounds"],
+                    "draft_positions": draft_positions,
                     "ideal_rounds": list_scheduling(own, batch_size),
                     "num_ties": count_ties(workload.scorer, completions, reference),
                 }
@@ -107,34 +113,6 @@ def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion]
     before = totals(engine)
     completions = list(engine.run(requests))
     return completions, {name: n - before[name] for name, n in totals(engine).items()}
-
-
-def count_rounds(
-    engine: Engine, requests: Sequence[Request]
-) -> tuple[list[Completion], dict[str, Any]]:
-    """The completions of requests, and the rounds and token positions that they took."""
-    completions, schedule = count(engine, requests)
-    draft_positions = schedule.pop("draft_positions")
-    total = Acceptance.total([completion.acceptance for completion in completions])
-    num_prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions)
-    rounds, batch_size = schedule["num_rounds"], engine.shape.batch_size
-    return completions, {
-        "engine": engine.describe(),
-        "schedule": schedule,
-        "acceptance": total.to_json(),
-        "rows_used": schedule["num_rows"] / (rounds * batch_size),
-        "emitted_per_round": total.emitted_per_round,
-        "emitted_per_call": total.num_emitted_tokens / rounds,
-        "num_prompts": len(requests),
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_tokens": total.num_emitted_tokens,
-        "num_drafted": total.num_draft_tokens,
-        "num_committed": num_prompt_tokens + total.num_emitted_tokens,
-        "target_positions": schedule["num_rows"] * engine.shape.verify_length
-        + num_prompt_tokens
-        - len(requests),
-        "draft_positions": draft_positions,
-    }
 
 
 def count_ties(

@@ -45,11 +45,6 @@ def of_kind(cells: Cells, prefix: str) -> list[Cell]:
     return [cell for name, cell in cells.items() if name.startswith(prefix)]
 
 
-def rounds_of(cell: Cell) -> dict[str, int]:
-    """The rounds of each system of a cell that compares several."""
-    return {name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()}
-
-
 def nearest(wanted: int, sizes: Iterable[int]) -> int:
     """The size nearest to the wanted one."""
     return min(sizes, key=lambda size: abs(size - wanted))
@@ -77,7 +72,7 @@ class WorkloadOptions(PairBench):
     quick: ClassVar[bool] = False
     repeats: ClassVar[int] = 1
     oracle: ClassVar[float | None] = None
-    seed: ClassVar[int] = 0
+    seed: ClassVar[int] = 0  # of arrivals and of random prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,6 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.environment import provenance
 
 CELLS = "cells.json"  # in the output directory
-FAMILY = "draft_model"
 # Options that say which cells there are, or how well they are timed, and not what a cell holds.
 _CHOOSE_CELLS = (
     "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
@@ -147,7 +146,6 @@ class Running:
         return {
             "target": self.settings.document()["config"]["target"],
             "drafter": shape.name,
-            "family": FAMILY,
             "num_params": num_params,
             "num_params_without_embedding": (
                 num_params - draft.config.vocab_size * draft.config.width
@@ -155,8 +153,6 @@ class Running:
             "num_layers": shape.num_layers,
             "width": shape.width,
             "training_tokens": result["tokens"],
-            # Six per weight and token, the tied head's included; the teacher's are not counted.
-            "training_flops": 6.0 * num_params * result["tokens"],
             "recipe": self.drafters.recipe,
             "seed": seed,
             "held_out_loss": float(np.mean([result["held_out_loss"][n] for n in of_text])),

@@ -251,10 +251,7 @@ def make_plots(document: Document) -> list[Plot]:
     ranked = sorted(axes, key=lambda axis: (len(axis["seeds"]), len(axis["points"])), reverse=True)
     drawn = {axis["axis"]: axis for axis in reversed(ranked)}
     plots = [_plot_axis(drawn[name]) for name in LABELS if name in drawn]
-    if len(of_tokens := [axis for axis in axes if axis["axis"] == "tokens"]) > 1:
-        plots.append(_plot_drafters(of_tokens))
-    plots.append(_plot_positions(document["acceptance_by_position"]))
-    return [*plots, *map(_plot_widths, document["batch"] or ())]
+    return [*plots, _plot_positions(document["acceptance_by_position"])]
 
 
 def _plot_axis(axis: Axis) -> Plot:
@@ -287,16 +284,6 @@ def _plot_axis(axis: Axis) -> Plot:
     return Plot(name=axis["axis"], caption=caption, figure=figure)
 
 
-def _plot_drafters(axes: Sequence[Axis]) -> Plot:
-    figure, each = new_figure()
-    for axis in axes:
-        x, found = zip(*((point["x"], point["tau"]) for point in axis["points"]), strict=True)
-        each.plot(x, found, "o-", markersize=3, linewidth=1, label=axis["fixed"])
-    each.set(xscale="log", xlabel="training tokens", ylabel="tokens per round (tau)")
-    each.legend(frameon=False, fontsize=7)
-    return Plot(name="drafters", caption="Every drafter over training tokens", figure=figure)
-
-
 def _plot_positions(found: Sequence[dict[str, Any]]) -> Plot:
     """Conditional acceptance by position: one drafter over tokens, the others at their most."""
     figure, (left, right) = new_figure(1, 2, size=(9.6, 3.6), sharey=True)
@@ -322,23 +309,6 @@ def _line_of_positions(axes: Any, of: dict[str, Any], label: str) -> None:
     known = [each for each in of["positions"] if each["conditional"] is not None]
     shares = [each["conditional"] for each in known]
     axes.plot([each["position"] for each in known], shares, "o-", markersize=3, label=label)
-
-
-def _plot_widths(found: dict[str, Any]) -> Plot:
-    figure, axes = new_figure()
-    cells = found["batches"]
-    batches = [cell["batch"] for cell in cells]
-    values = [{"value": cell["best"], **cell} for cell in cells]
-    _whiskers(axes, batches, values, color=BLUE, label="measured, 95 %", fmt="o-")
-    if found["prediction"] is not None:
-        predicted = [cell["predicted_best"] for cell in cells]
-        axes.plot(batches, predicted, "x--", color=ORANGE, label="cost model")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="batch size", ylabel="best draft length", ylim=(-0.3, None))
-    axes.legend(frameon=False, fontsize=8)
-    caption = f"The draft length that pays, {found['drafter']} (0 is plain decoding)"
-    return Plot(name=f"widths-{found['drafter']}", caption=caption, figure=figure)
 
 
 def _whiskers(
