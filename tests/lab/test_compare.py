@@ -103,8 +103,7 @@ def test_known_differences_are_found(comparison):
     assert comparison.values("emitted per round", "always right").mean == DRAFT_LENGTH + 1
     assert comparison.difference("rounds", "always wrong", "none").mean == 0
     assert comparison.difference("rounds", "always right", "none").mean == fewest - NUM_TOKENS
-    assert comparison.difference("rounds", "always right", "none").excludes_zero
-    assert not comparison.difference("rounds", "always wrong", "none").excludes_zero
+    assert comparison.difference("rounds", "always right", "none").high < 0
     by_category = comparison.values("rounds", "always right", "long")
     assert by_category.num_prompts == CATEGORIES.count("long")
     assert comparison.category_names == ("short", "long")

@@ -179,14 +179,6 @@ def test_seeds_that_were_trained_on_fewer_tokens_are_an_axis_of_their_own():
     assert of_all["title"] == "tokens, 2x128, where all seeds were trained"
 
 
-def test_token_counts_that_differ_by_a_batch_are_one_point():
-    rows = simulated("log-linear").copy()
-    rows.loc[rows.seed == 1, "training_tokens"] += 200
-    [axis] = analyse(rows, num_draws=100)["axes"]
-    assert len(axis["points"]) == 6
-    assert axis["seeds"] == [0, 1, 2]
-
-
 def of_one_rate():
     """A study in which every token is accepted with the chance `RATE`."""
     emitted = np.sum(RATE ** np.arange(9))

@@ -147,15 +147,6 @@ def test_every_combination_has_a_name_and_a_cell(models, tmp_path):
     assert len(full.requests(2)) == 6
 
 
-def test_requests_that_come_again_are_cut_shorter(models, tmp_path):
-    found = Running(options(models, tmp_path, limit=None)).workload
-    found.prompts = found.prompts[:20]
-    requests = found.requests(2)
-    assert len(requests) == 24
-    lengths = [len(request.prompt_token_ids) for request in requests]
-    assert lengths[20:] == [min(length, 24 - 8) for length in lengths[:4]]
-
-
 # ---- arrivals
 
 

@@ -149,17 +149,10 @@ class Workload:
     # ---- requests
 
     def requests(self, batch_size: int) -> list[Request]:
-        """A quick study decodes three times as many requests as there are rows, at least 24; if
-        there are fewer prompts, they are repeated, each time cut by eight more tokens."""
-        num = max(24, 3 * batch_size) if self.options.quick else len(self.prompts)
-        if self.options.limit is not None:
-            num = min(num, self.options.limit)
-        prompts = []
-        for index in range(num):
-            turn, place = divmod(index, len(self.prompts))
-            prompts.append(self.prompts[place][: max(1, self.options.max_prompt_tokens - 8 * turn)])
+        """All prompts; in a quick study three times as many as there are rows, at least 24."""
+        num = max(24, 3 * batch_size) if self.options.quick else None
         # The embedded pair writes until it is stopped; so do random weights.
-        return self.as_requests(prompts, self.options.max_tokens)
+        return self.as_requests(self.prompts[:num], self.options.max_tokens)
 
     def as_requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Request]:
         """Greedy requests."""
