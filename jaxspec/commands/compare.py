@@ -188,19 +188,8 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
         )
     else:
         found = ("All outputs are equal, token for token.", "bold")
-    warm = [
-        (
-            f"{one.label} learns from the requests it serves; every run above began without that. "
-            f"Run again on the same prompts, it emits {one.warm.emitted_per_round:.2f} tokens per "
-            f"round instead of {one.acceptance.emitted_per_round:.2f}.",
-            "",
-        )
-        for one in comparison.candidates
-        if one.warm is not None
-    ]
     return [
         found,
-        *warm,
         (
             f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
             f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs "

@@ -67,8 +67,6 @@ class Candidate:
       must_be_equal: whether outputs may not differ from the first candidate's even at ties: both
         verify windows of one length, and the start-up probe found that bits do not depend on the
         position.
-      warm: for a drafter that learns from requests, the acceptance of one more run on the same
-        prompts without resetting it; None for other drafters.
     """
 
     label: str
@@ -79,7 +77,6 @@ class Candidate:
     num_unequal_to_plain: int | None
     divergences: Divergences
     must_be_equal: bool
-    warm: Acceptance | None = None
 
     @property
     def acceptance(self) -> Acceptance:
@@ -200,7 +197,6 @@ class DrafterComparison:
             "speedup": self.speedups(candidate.label).tolist(),
             "run_s": list(candidate.run_s),
             "compile_s": candidate.compile_s,
-            "warm": candidate.warm and candidate.warm.to_json(),
             "holds": candidate.holds,
             "num_unequal_to_plain": candidate.num_unequal_to_plain,
             "num_unequal_to_baseline": len(divergences.differing),
@@ -293,8 +289,7 @@ def compare(
     windows of one length and the start-up probe holds, otherwise equal except at proven ties.
 
     Every run begins with an empty engine, so a drafter that learns from the requests it serves does
-    not see prompts from an earlier run again. Such a drafter (`shares_state`) is run once more at
-    the end without a reset: `Candidate.warm`.
+    not see prompts from an earlier run again.
 
     Args:
       target: the model that all of them draft for; a name is passed to `load_model`.
@@ -412,7 +407,7 @@ def run_candidates(
     target = next(iter(engines.values())).target
     longest = min(engine.longest_prompt for engine in engines.values())
     requests = make_requests(prompts, params, target, longest=longest)
-    compile_s, plain, warm = {}, {}, {}
+    compile_s, plain = {}, {}
     for label, engine in engines.items():
         started_s = time.perf_counter()
         engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
@@ -436,11 +431,6 @@ def run_candidates(
         prepare=empty,
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
-    for label, engine in engines.items():
-        if engine.executor.parts.drafter.shares_state:
-            tell(f"{label}: with what it has learned")
-            warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
-
     tell("judging outputs")
     first = next(iter(engines))
     expected = [one.token_ids for one in outputs[first][-1]]
@@ -465,7 +455,6 @@ def run_candidates(
                 must_be_equal=_must_be_equal(
                     engine, engines[first], do_differ=bool(found.differing)
                 ),
-                warm=warm.get(label),
             )
         )
     return tuple(candidates)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -18,7 +17,6 @@ from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.measure import Say
-from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
     Decoder,
@@ -105,7 +103,6 @@ class Running:
         for batch_size in settings.batch_sizes:
             name = f"batch-{batch_size}-{most}"
             found[name] = functools.partial(self.measure_batch, batch_size)
-        found["ceilings"] = self.measure_ceilings
         for batch_size, length in itertools.product(
             settings.batch_sizes, (0, *settings.time_draft_lengths)
         ):
@@ -192,8 +189,7 @@ class Running:
         }
 
     def measure_times(self, batch_size: int, draft_length: int) -> Cell:
-        """Seconds of a round and of its stages of the reference drafter, or at draft length 0 of a
-        plain round of one token."""
+        """Seconds of a round of the reference drafter, or at draft length 0 of a plain round."""
         settings = self.settings
         draft = self.drafters.model(*settings.longest_trained)
         bench = DecodeBench(
@@ -211,20 +207,10 @@ class Running:
         return {
             "batch": batch_size,
             "draft_length": draft_length,
-            "context": bench.context,
             "round_s": measured["round_ms"] / 1e3,
-            **{
-                f"{name}_s": measured["stages_ms"][name] / 1e3
-                for name in ("draft", "target", "verify")
-            },
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "cpu_count": os.cpu_count(),
         }
-
-    def measure_ceilings(self) -> Cell:
-        """What the device does at best, at the size of the target's weights."""
-        work = forward_pass(self.target, batch=1, window=1, context=1)
-        return dataclasses.asdict(measure_ceilings(work.weight_bytes, self.target.dtype))
 
 
 def _name(shape: Shape, seed: int, tokens: int) -> str:

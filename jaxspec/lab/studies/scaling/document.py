@@ -72,8 +72,7 @@ def analyse(
         `estimators.NEEDED`. `overlap`, `greedy_agreement` and `held_out_loss` are used if they are
         there, and `last_emitted`, the tokens of an output's last round, must be there if outputs
         end otherwise than by length.
-      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`; with those of
-        `batch.predict_times` the cost model's draft lengths are compared with the measured ones.
+      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`.
       num_draws: of the cluster bootstrap over prompts and seeds.
       seed: of its draws.
       response: what is fitted: `tau`, the `logit` of the rate, or `auto`: tau, unless whole drafts

@@ -109,13 +109,6 @@ def findings(document: Document) -> list[str]:
         found.append(f"{cell['drafter']}: the best draft length {how} with the batch: {listed}.")
         if (remark := _about_load(cell["batches"])) is not None:
             found.append(f"{cell['drafter']}: {remark}")
-        if cell["prediction"] is not None:
-            found.append(
-                "The cost model's rounds are off by {round_error_median:.0%} in the median and "
-                "{round_error_worst:.0%} at worst; it takes the best draft length at "
-                "{num_same_best} of {num_batches} batch sizes, and loses at most {worst_loss:.1%} "
-                "of the tokens per second where it does not.".format_map(cell["prediction"])
-            )
     notes = [*document["notes"], *(f"{axis['title']}: {note}" for axis in main_axes(document)
                                    for note in axis["notes"])]  # fmt: skip
     return [*found, *dict.fromkeys(notes)]
@@ -182,8 +175,6 @@ BATCHES: Columns = {
     "best draft length": "{best}",
     "95 % interval": "{low} to {high}",
     "speed-up": "{speedup:.2f}",
-    "predicted": "{predicted_best}",
-    "lost by the prediction": "{lost_by_prediction:.1%}",
     "load average": "{load_average:.1f}",
 }
 

@@ -12,8 +12,6 @@ from rich.console import Console
 
 from jaxspec.lab.bench.cells import Cell
 from jaxspec.lab.bench.measure import only_run_into
-from jaxspec.lab.bench.stages import block_read_by
-from jaxspec.lab.studies.scaling.batch import fit_pair, predict_times
 from jaxspec.lab.studies.scaling.cells import Running
 from jaxspec.lab.studies.scaling.document import analyse, read_rows
 from jaxspec.lab.studies.scaling.report import print_report, write_report
@@ -24,8 +22,6 @@ from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
     import pandas
-
-_FEWEST_TIMES = 6  # for a cost model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,7 +45,7 @@ class ScalingStudy(ScalingSettings):
             running.measure(say=lambda text: console.print(text, highlight=False, markup=False))
             cells, target, out = running.store.cells, running.target, settings.out
             rows = write_table(rows_table(cells), out / "rows.parquet")
-            times = times_table(cells, settings, target)
+            times = times_table(cells, settings.reference.name)
             return settings._report(
                 console,
                 rows,
@@ -81,32 +77,16 @@ def rows_table(cells: Mapping[str, Cell]) -> pandas.DataFrame:
     return import_extra("pandas", "a scaling study").DataFrame(rows)
 
 
-def times_table(
-    cells: Mapping[str, Cell], settings: ScalingSettings, target: LanguageModel
-) -> pandas.DataFrame:
-    """Seconds of rounds, and of a plain round at the same batch size; and what a cost model that is
-    fitted to their stages says of them, where there are enough of them."""
+def times_table(cells: Mapping[str, Cell], drafter: str) -> pandas.DataFrame:
+    """Seconds of rounds, and of a plain round at the same batch size."""
     timed = [cell for name, cell in cells.items() if name.startswith("times-")]
     plain = {cell["batch"]: cell["round_s"] for cell in timed if not cell["draft_length"]}
     rows = [
-        {"drafter": settings.reference.name, **cell, "plain_s": plain[cell["batch"]]}
+        {"drafter": drafter, **cell, "plain_s": plain[cell["batch"]]}
         for cell in timed
         if cell["draft_length"]
     ]
-    times = import_extra("pandas", "a scaling study").DataFrame(rows)
-    if len(times) < _FEWEST_TIMES:
-        return times
-    ceilings = cells["ceilings"]
-    draft = settings.train_config(settings.reference, settings.seeds[0])
-    pair, _ = fit_pair(
-        times,
-        target.config,
-        draft.model_config(target.vocab_size),
-        most_bytes_per_s=ceilings["bytes_per_s"],
-        most_flops_per_s=ceilings["matmul_flops_per_s"],
-        block=block_read_by(target),
-    )
-    return predict_times(times, pair)
+    return import_extra("pandas", "a scaling study").DataFrame(rows)
 
 
 def checks(cells: Mapping[str, Cell]) -> dict[str, int]:
