@@ -195,15 +195,6 @@ def test_sampled_requests_share_their_seeds(target, drafters):
     assert outputs[0] == outputs[1]
 
 
-def test_intervals_cover_the_mean_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    covered = 0
-    for seed in range(60):
-        found = mean_interval(random.normal(1.0, 1.0, 30), seed=seed)
-        covered += found.low <= 1.0 <= found.high
-    assert 50 <= covered <= 60  # 95 %, and the bootstrap is a little short for 30 values
-
-
 def test_degenerate_samples_have_honest_intervals():
     alone = mean_interval(np.array([2.0]))
     assert alone.mean == 2

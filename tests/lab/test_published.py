@@ -97,17 +97,6 @@ def test_a_draft_cache_reads_what_is_drafted_and_committed(target):
     assert read["reread"] > 4 * read["kept"]
 
 
-def test_the_pool_of_exspec_is_as_published(target):
-    settings = published.exspec(target, window_size=7, sort_by_length=True)
-    scheduler = settings["scheduler"]
-    assert (scheduler.name, scheduler.num_residents(2), settings["layout"]) == (
-        "pool",
-        7,
-        "aligned",
-    )
-    assert scheduler.order([3, 1, 2], [9, 9, 9]) == [1, 2, 0]
-
-
 def test_list_scheduling_of_a_drawn_example():
     # On two rows 3 and 1 begin; 2 follows 1, and 4 follows whichever ends first: both, at 3.
     assert list_scheduling([3, 1, 2, 4], 2) == 7
