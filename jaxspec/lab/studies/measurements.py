@@ -169,7 +169,6 @@ def measure_serving(workload: Workload, cells: Cells, decoding: Decoding) -> Cel
         "arrivals_per_s": arrivals_per_s,
         "tokens_per_s": num_tokens / elapsed_s,
         "latency_s": {"p50": p50, "p90": p90, "p99": p99, "mean": float(np.mean(latency_s))},
-        "all_latency_s": latency_s,
     }
 
 
@@ -242,7 +241,6 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
                     **place,
                     "lengths": lengths,
                     "by_calls": schedule.grouping_by_calls,
-                    "by_rows": schedule.grouping_by_rows,
                     "num_rounds": schedule.num_rounds,
                 }
             )

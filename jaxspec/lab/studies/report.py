@@ -185,7 +185,7 @@ def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
         "mid-decode; shares of the wall time, calls times milliseconds": pd.concat(times, axis=1),
         f"Grouping rate of a pool of {window} rows": _fields(
             [rate for rate in rates if rate["window_size"] == window],
-            "lengths layout batch_size by_calls by_rows",
+            "lengths layout batch_size by_calls",
         ),
         "Request latency under Poisson arrivals: the same arrivals for all": _fields(
             of_kind(cells, "serving-"), _SERVING

@@ -75,7 +75,6 @@ class Study(WorkloadOptions):
             document = options.document(
                 inputs=running.workload.inputs,
                 models=running.workload.models,
-                is_spec_bench=running.workload.is_spec_bench,
                 is_synthetic=options.oracle is not None,
                 cells=running.store.cells,
                 elapsed_s=running.store.elapsed_s,

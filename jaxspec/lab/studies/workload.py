@@ -29,8 +29,6 @@ from jaxspec.schedulers import Continuous, Pool, Static
 Cell: TypeAlias = dict[str, Any]
 Cells: TypeAlias = Mapping[str, Cell]
 
-# SHA-256 of the file that the published study decodes (docs/study.md).
-SPEC_BENCH = "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04"
 SCHEDULERS = ("static", "pool", "continuous")
 PUBLISHED: dict[str, tuple[Layout, str]] = {
     "EQSPEC": ("aligned", "static"),
@@ -55,8 +53,7 @@ class WorkloadOptions(PairBench):
     """Options for what is decoded, and for the shapes of the engines."""
 
     prompts: pathlib.Path | None = None
-    """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
-    prompts."""
+    """Prompt file, such as Spec-Bench's question.jsonl; default the sample prompts."""
     limit: int | None = None
     """Use only this many prompts, from the beginning of the file."""
     max_prompt_tokens: int = 1024
@@ -123,7 +120,6 @@ class Workload:
     def __init__(self, options: WorkloadOptions, reference: Callable[[], list[list[int]]]):
         self.options, self._reference = options, reference
         lines, self.inputs = load_prompts(options.prompts, options.limit)
-        self.is_spec_bench = SPEC_BENCH in self.inputs.values()
         self.target = load_model(options.target, dtype=options.dtype)
         self.draft = load_model(options.draft, dtype=options.dtype)
         self.models = {
