@@ -221,7 +221,7 @@ def test_tables_hold_what_was_measured(committed):
     assert (one.system, one.batch_size) == (cell["system"], cell["batch_size"])
     found = cell["time_breakdown"]
     assert one["draft share"] == found["seconds"]["draft"] / found["wall_s"]
-    shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "regroup", "rest")]
+    shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "rest")]
     assert sum(shares) == pytest.approx(1.0)
     rounds = tables["Rounds and token-positions"]
     name = "decode-ragged-continuous-speculative-b4"

@@ -100,7 +100,9 @@ def measure_decoding(
             for completion in completions
         ]
     if is_broken_down:
-        result["time_breakdown"] = break_down(engine, requests, num_rounds=schedule["num_rounds"])
+        result["time_breakdown"] = break_down(
+            engine, requests, schedule=schedule, wall_s=turns.median_s("own")
+        )
     return result
 
 

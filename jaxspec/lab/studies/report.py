@@ -205,7 +205,7 @@ def _shares(timed: Sequence[Cell]) -> pandas.DataFrame:
     pd = import_extra("pandas", "the report of a study")
     seconds = pd.DataFrame([cell["time_breakdown"]["seconds"] for cell in timed])
     wall_s = [cell["time_breakdown"]["wall_s"] for cell in timed]
-    shares = seconds.reindex(columns=["draft", "verify", "align", "regroup"]).div(wall_s, axis=0)
+    shares = seconds.reindex(columns=["draft", "verify", "align"]).div(wall_s, axis=0)
     return shares.assign(rest=1 - shares.sum(axis=1)).add_suffix(" share")
 
 
