@@ -7,8 +7,8 @@ the other differences of their code, so that a study can switch them on and off:
   never emits more tokens than it drafted.
 - `RereadingDraftModel`: no draft KV is kept between rounds; each round reads the whole context
   again.
-- `PublishedDraftModel`: as well, every row drafts only as many tokens as the row nearest to its
-  end.
+- `PublishedDraftModel`: the same, and every row drafts only as many tokens as the row nearest to
+  its end.
 
 None of them changes an output. Faults that change outputs there (an end-of-text token looked for in
 the prompt, tokens kept after it, sorted completions) are not reproduced, nor is the second prefill
@@ -159,8 +159,8 @@ class RereadingDraftModel(DraftModel):
 
 
 class _BatchMinimum(Drafter):
-    """Makes the next class draft, for every row of a round, `min(k, fewest tokens that a row may
-    still emit)`; the engine's draft length k must fill its window.
+    """As the first base of a drafter, makes it draft `min(k, fewest tokens that a row may still
+    emit)` for every row of a round; the engine's draft length k must fill its window.
 
     The last token that a row may emit is drafted too, although the target supplies it anyway,
     because the published counts of drafted tokens include it.

@@ -107,7 +107,7 @@ def print_report(cells: Cells, console: Console) -> None:
 
 
 def findings(cells: Cells) -> list[str]:
-    """Sentences about what must hold in every study, and about the machine."""
+    """Sentences on what must hold in every study, and on other work on the machine."""
     found = []
     decoded = of_kind(cells, "decode-")
     if decoded:

@@ -38,7 +38,7 @@ _CHOOSE_CELLS = (
     "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
     "time_draft_lengths", "repeats", "epochs", "rows", "quick",
 )  # fmt: skip
-_FORMAT = 1  # of a cell: one of another cannot be read
+_FORMAT = 1  # of the cells; a file with cells of another format is not resumed
 
 
 class Running:
