@@ -208,7 +208,7 @@ def test_times_of_a_busy_machine_are_marked():
     assert "not to be trusted" not in " ".join(findings(document))
     measured.loc[measured.batch == 4, "load_average"] = 3.5
     text = " ".join(findings(analyse(rows, measured, num_draws=100)))
-    assert "load average up to 3.5 on 2 CPUs). That concerns batch 4." in text
+    assert "load average up to 3.5 on 2 CPUs)." in text
     unknown = analyse(rows, times(load_average=None, cpu_count=2), num_draws=100)
     assert "load_average" not in unknown["batch"][0]["batches"][0]
 

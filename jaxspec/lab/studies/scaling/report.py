@@ -107,25 +107,12 @@ def findings(document: Document) -> list[str]:
         listed = ", ".join(f"{each['best']} at batch {each['batch']}" for each in cell["batches"])
         how = "falls" if cell["falls"] else "does not fall"
         found.append(f"{cell['drafter']}: the best draft length {how} with the batch: {listed}.")
-        if (remark := _about_load(cell["batches"])) is not None:
+        loads = [each["load_average"] for each in cell["batches"] if "load_average" in each]
+        if loads and (remark := load_remark(max(loads), cell["batches"][0]["cpu_count"])):
             found.append(f"{cell['drafter']}: {remark}")
     notes = [*document["notes"], *(f"{axis['title']}: {note}" for axis in main_axes(document)
                                    for note in axis["notes"])]  # fmt: skip
     return [*found, *dict.fromkeys(notes)]
-
-
-def _about_load(batches: Sequence[dict[str, Any]]) -> str | None:
-    """Which of the times were taken while other work ran."""
-    known = [each for each in batches if "load_average" in each]
-    loaded = {
-        each["batch"]: remark
-        for each in sorted(known, key=lambda each: each["load_average"])
-        if (remark := load_remark(each["load_average"], each["cpu_count"])) is not None
-    }
-    if not loaded:
-        return None
-    *_, busiest = loaded.values()
-    return f"{busiest} That concerns batch {', '.join(map(str, sorted(loaded)))}."
 
 
 # ---- tables
