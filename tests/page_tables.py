@@ -698,10 +698,8 @@ def scaling_batch(found):
     best = [f"{each['best']} ({times(each['speedup'])})" if each["best"] else "0" for each in cells]
     best[0] = best[0].replace("x)", "x plain)")
     return batches(each["batch"] for each in cells), [
-        ["best draft length, measured times", *best],
-        ["the cost model's, fitted to the same times",
-         *(str(each["predicted_best"]) for each in cells)],
-    ]  # fmt: skip
+        ["best draft length", *best],
+    ]
 
 
 if __name__ == "__main__":

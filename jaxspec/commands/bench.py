@@ -29,7 +29,7 @@ from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
 from jaxspec.lab.bench.memory import MemoryBench
 from jaxspec.lab.bench.plots import plot_decode
 from jaxspec.lab.bench.program import ProgramBench
-from jaxspec.lab.studies.rounds import SchedulersBench
+from jaxspec.lab.studies.rounds import schedulers
 from jaxspec.load.models import DEMO_MODELS, load_model
 from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.runtime.options import check_between
@@ -331,7 +331,7 @@ BENCHES = (
     ProgramBench,
     DraftersBench,
     MemoryBench,
-    SchedulersBench,
+    schedulers,
     *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
 )
 AnyBench: TypeAlias = Bench

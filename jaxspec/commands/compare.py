@@ -9,37 +9,37 @@ from typing import Any
 
 import numpy as np
 import tyro
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
-from jaxspec.audit.judge import Divergences, Finding
-from jaxspec.commands.options import (
-    EngineOptions,
-    JsonOption,
-    PromptOptions,
-    SamplingOptions,
-    drafter_of_command,
-)
+from jaxspec.audit.judge import Finding
+from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, drafter_of_command
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
-from jaxspec.lab.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
+from jaxspec.lab.compare import (
+    CONFIDENCE,
+    METRICS,
+    Candidate,
+    DrafterComparison,
+    Interval,
+    compare,
+)
 from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
-from jaxspec.runtime.report import check_can_plot, save_figure
+from jaxspec.runtime.report import Columns, TextTable, check_can_plot, save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
+class CompareCommand(JsonOption, PromptOptions):
     """Compare drafters on the same prompts and seeds; the first one is the baseline.
 
     Lines of the prompt file may have a `category` or `domain`; results are then also shown by
-    category."""
+    category. `jaxspec.compare` has more settings."""
 
     target: str
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
@@ -49,6 +49,21 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
     draft_length: int | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of each drafter's
     tree, or 4."""
+    batch_size: int = 8
+    """Prompts decoded together (fewer if there are fewer prompts)."""
+    max_length: int = 1024
+    """Most tokens of a prompt and its completion together."""
+    dtype: DtypeName | None = None
+    """Dtype of parameters, compute and KV; default: the checkpoint's (on a CPU float32 for float16,
+    for the embedded pair and for random presets)."""
+    max_tokens: int = 64
+    """Emit at most this many tokens per prompt."""
+    temperature: float = 0.0
+    """Divides the logits; 0 is greedy."""
+    top_p: float = 1.0
+    """Keep the likeliest tokens whose probabilities add up to this."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-text tokens."""
     repeats: int = 5
     """Timed runs of each drafter, in alternation."""
     plot: pathlib.Path | None = None
@@ -62,22 +77,21 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 f"--drafter was given {given}; name at least two different drafters, e.g. "
                 "--drafter none --drafter ngram."
             )
-        check_counts(self, "batch_size", "max_length", "repeats", "verify_length")
+        check_counts(self, "batch_size", "max_length", "repeats")
         if self.draft_length is not None:
-            check_draft_length(self.draft_length, self.verify_length)
-        names = list(dict.fromkeys(self.drafter))
-        makers = {
-            name: drafter_of_command(name, {}, dtype=self.dtype, verify=self.verify)
-            for name in names
-        }
+            check_draft_length(self.draft_length, None)
+        makers = {name: drafter_of_command(name, {}, dtype=self.dtype) for name in self.drafter}
         if self.plot is not None:
             check_can_plot(self.plot)
         lines, inputs = self.read_prompts()
-        each = self.sampling_params()
+        params = SamplingParams(
+            max_tokens=self.max_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            ignore_eos=self.ignore_eos,
+        )
         with working("loading the models") as status:
-            target = load_model(
-                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
+            target = load_model(self.target, dtype=self.dtype)
             drafters = {
                 name: make(target) if make is not None else None for name, make in makers.items()
             }
@@ -86,21 +100,15 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
                 target,
                 drafters,
                 encoded,
-                self.with_seeds(each, len(encoded)),
+                [dataclasses.replace(params, seed=index) for index in range(len(encoded))],
                 categories=[category_of(line) for line in lines],
                 draft_length=self.draft_length,
-                verify_length=self.verify_length,
                 batch_size=self.batch_size,
                 max_length=self.max_length,
                 repeats=self.repeats,
-                seed=self.seed,
                 on_stage=status.update,
             )
-        for table in (
-            candidates_table(comparison),
-            *([categories_table(comparison)] if len(comparison.category_names) > 1 else []),
-            differences_table(comparison),
-        ):
+        for table in make_tables(comparison):
             console.print(table)
         for text, style in remarks(comparison):
             console.print(text, style=style, highlight=False)
@@ -121,46 +129,49 @@ def category_of(line: PromptLine) -> str:
     return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
 
 
-def candidates_table(comparison: DrafterComparison) -> Table:
-    """One line per drafter."""
-    table = _table("drafter", "tokens/s", "speed-up\n(range)", "rounds", "emitted\n/round")
-    table.add_column("accepted at\n1, 2, ... (%)", no_wrap=True)
-    table.add_column("equal", no_wrap=True)
-    for candidate in comparison.candidates:
-        total = candidate.acceptance
-        ratios = comparison.speedups(candidate.label)
-        table.add_row(
-            candidate.label,
-            f"{candidate.tokens_per_s:.0f}",
-            f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})",
-            str(total.num_rounds),
-            f"{total.emitted_per_round:.2f}",
-            " ".join(f"{100 * share:.0f}" for share in total.per_position),
-            _equality(candidate.divergences, holds=candidate.holds),
+def make_tables(comparison: DrafterComparison) -> list[TextTable]:
+    """The drafters; where there are categories, emitted tokens per round by category and drafter;
+    and paired differences between every two drafters."""
+
+    def speedup(own: Candidate) -> str:
+        ratios = comparison.speedups(own.label)
+        return f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})"
+
+    tables = [
+        TextTable.of_columns(
+            "",
+            {
+                "drafter": "{label}",
+                "tokens/s": lambda own: f"{own.tokens_per_s:.0f}",
+                "speed-up\n(range)": speedup,
+                "rounds": lambda own: own.acceptance.num_rounds,
+                "emitted\n/round": lambda own: f"{own.acceptance.emitted_per_round:.2f}",
+                "accepted at\n1, 2, ... (%)": lambda own: " ".join(
+                    f"{100 * share:.0f}" for share in own.acceptance.per_position
+                ),
+                "equal": _equality,
+            },
+            comparison.candidates,
         )
-    return table
-
-
-def categories_table(comparison: DrafterComparison) -> Table:
-    """Emitted tokens per round by category and drafter: mean over prompts and interval."""
-    table = _table("category (prompts)", "emitted per round")
-    table.add_column("drafter", overflow="fold")
-    for category in (*comparison.category_names, None):
-        for index, candidate in enumerate(comparison.candidates):
-            found = comparison.values("emitted per round", candidate.label, category)
-            name = "" if index else f"{category or 'all'} ({found.num_prompts})"
-            table.add_row(name, _interval(found), candidate.label)
-        table.add_section()
-    return table
-
-
-def differences_table(comparison: DrafterComparison) -> Table:
-    """Paired differences between every two drafters."""
-    table = _table("on the same prompt", *(f"difference in\n{metric}" for metric in METRICS))
-    for label, other in comparison.pairs():
-        found = [comparison.difference(metric, label, other) for metric in METRICS]
-        table.add_row(f"{label} - {other}", *(_interval(one, signed=True) for one in found))
-    return table
+    ]
+    if len(comparison.category_names) > 1:
+        found = [
+            (category, own.label, comparison.values("emitted per round", own.label, category))
+            for category in (*comparison.category_names, None)
+            for own in comparison.candidates
+        ]
+        columns: Columns = {
+            "category (prompts)": lambda one: f"{one[0] or 'all'} ({one[2].num_prompts})",
+            "emitted per round": lambda one: _interval(one[2]),
+            "drafter": lambda one: one[1],
+        }
+        tables.append(TextTable.of_columns("", columns, found, group=lambda one: one[0]))
+    columns = {"on the same prompt": lambda pair: " - ".join(pair)}
+    for metric in METRICS:
+        columns[f"difference in\n{metric}"] = lambda pair, metric=metric: _interval(
+            comparison.difference(metric, *pair), signed=True
+        )
+    return [*tables, TextTable.of_columns("", columns, comparison.pairs())]
 
 
 def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
@@ -177,19 +188,8 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
         )
     else:
         found = ("All outputs are equal, token for token.", "bold")
-    warm = [
-        (
-            f"{one.label} learns from the requests it serves; every run above began without that. "
-            f"Run again on the same prompts, it emits {one.warm.emitted_per_round:.2f} tokens per "
-            f"round instead of {one.acceptance.emitted_per_round:.2f}.",
-            "",
-        )
-        for one in comparison.candidates
-        if one.warm is not None
-    ]
     return [
         found,
-        *warm,
         (
             f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
             f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs "
@@ -199,14 +199,6 @@ def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
     ]
 
 
-def _table(first: str, *columns: str) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    table.add_column(first, overflow="fold")
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
 def _interval(interval: Interval, *, signed: bool = False) -> str:
     sign = "+" if signed else ""
     if np.isnan(interval.low):
@@ -214,8 +206,8 @@ def _interval(interval: Interval, *, signed: bool = False) -> str:
     return f"{interval.mean:{sign}.2f} ({interval.low:{sign}.2f}, {interval.high:{sign}.2f})"
 
 
-def _equality(divergences: Divergences, *, holds: bool) -> str:
-    if not holds:
+def _equality(own: Candidate) -> str:
+    if not own.holds:
         return "NO"
-    num_ties = divergences.count(Finding.TIE)
+    num_ties = own.divergences.count(Finding.TIE)
     return f"{num_ties} ties" if num_ties else "yes"

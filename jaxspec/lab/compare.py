@@ -42,13 +42,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.requests.shapes import as_prompts
 from jaxspec.runtime.report import new_figure
 from jaxspec.runtime.turns import take_turns
-from jaxspec.runtime.values import (
-    LARGEST_BYTES,
-    check_callable,
-    listed,
-    text,
-    whole_number,
-)
+from jaxspec.runtime.values import check_callable, listed, text, whole_number
 from jaxspec.telemetry.counters import Acceptance
 
 METRICS: dict[str, Callable[[Acceptance], float]] = {
@@ -73,8 +67,6 @@ class Candidate:
       must_be_equal: whether outputs may not differ from the first candidate's even at ties: both
         verify windows of one length, and the start-up probe found that bits do not depend on the
         position.
-      warm: for a drafter that learns from requests, the acceptance of one more run on the same
-        prompts without resetting it; None for other drafters.
     """
 
     label: str
@@ -85,7 +77,6 @@ class Candidate:
     num_unequal_to_plain: int | None
     divergences: Divergences
     must_be_equal: bool
-    warm: Acceptance | None = None
 
     @property
     def acceptance(self) -> Acceptance:
@@ -121,12 +112,10 @@ class DrafterComparison:
     Attributes:
       candidates: in the order in which they were given.
       categories: the category of each request.
-      seed: of the bootstrap.
     """
 
     candidates: tuple[Candidate, ...]
     categories: tuple[str, ...]
-    seed: int = 0
 
     @property
     def baseline(self) -> Candidate:
@@ -163,7 +152,7 @@ class DrafterComparison:
 
     def _interval(self, values: np.ndarray, category: str | None) -> Interval:
         is_in = np.array([category in (None, own) for own in self.categories])
-        return mean_interval(values[is_in], seed=self.seed)
+        return mean_interval(values[is_in])
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with the differences of every pair."""
@@ -208,7 +197,6 @@ class DrafterComparison:
             "speedup": self.speedups(candidate.label).tolist(),
             "run_s": list(candidate.run_s),
             "compile_s": candidate.compile_s,
-            "warm": candidate.warm and candidate.warm.to_json(),
             "holds": candidate.holds,
             "num_unequal_to_plain": candidate.num_unequal_to_plain,
             "num_unequal_to_baseline": len(divergences.differing),
@@ -239,18 +227,17 @@ class DrafterComparison:
         names = [*self.category_names, "all"] if len(self.category_names) > 1 else ["all"]
         height = 1.6 + 0.2 * len(names) * len(self.candidates)
         figure, (left, right) = new_figure(1, 2, size=(9.6, height), width_ratios=(3, 2))
-        step = 0.8 / len(self.candidates)
+        places = np.arange(len(names))
         for index, candidate in enumerate(self.candidates):
             found = [
                 self.values("emitted per round", candidate.label, None if name == "all" else name)
                 for name in names
             ]
-            mean = np.array([interval.mean for interval in found])
-            ends = np.array([(interval.low, interval.high) for interval in found]).T
+            mean, low, high = np.array([(one.mean, one.low, one.high) for one in found]).T
             left.errorbar(
                 mean,
-                np.arange(len(names)) + step * (index - (len(self.candidates) - 1) / 2),
-                xerr=np.abs(np.nan_to_num(ends - mean)),
+                places + 0.8 * (index + 0.5) / len(self.candidates) - 0.4,
+                xerr=np.nan_to_num([mean - low, high - mean]),
                 fmt="o",
                 markersize=4,
                 capsize=2,
@@ -260,7 +247,7 @@ class DrafterComparison:
             right.plot(ratios, np.full(len(ratios), index), "o", alpha=0.5, markersize=4)
             right.plot(np.median(ratios), index, "|", color="black", markersize=14)
         left.set(
-            yticks=range(len(names)),
+            yticks=places,
             yticklabels=names,
             xlabel=f"emitted tokens per round\nmean over prompts, {CONFIDENCE:.0%} interval",
         )
@@ -291,7 +278,6 @@ def compare(
     max_length: int = 1024,
     prefill_chunk: int = 128,
     repeats: int = 5,
-    seed: int = 0,
     on_stage: Callable[[str], None] | None = None,
 ) -> DrafterComparison:
     """Compares drafters on the same prompts, seeds and window: rounds, emitted tokens per round,
@@ -303,8 +289,7 @@ def compare(
     windows of one length and the start-up probe holds, otherwise equal except at proven ties.
 
     Every run begins with an empty engine, so a drafter that learns from the requests it serves does
-    not see prompts from an earlier run again. Such a drafter (`shares_state`) is run once more at
-    the end without a reset: `Candidate.warm`.
+    not see prompts from an earlier run again.
 
     Args:
       target: the model that all of them draft for; a name is passed to `load_model`.
@@ -324,7 +309,6 @@ def compare(
       max_length: slots per row for prompt and output.
       prefill_chunk: prompt tokens prefilled per call.
       repeats: timed runs of each candidate, in alternation.
-      seed: of the bootstrap.
       on_stage: called with the name of each stage as it begins.
 
     Raises:
@@ -349,7 +333,6 @@ def compare(
     check_callable(on_stage=on_stage)
     tell = on_stage or (lambda _: None)
     repeats = whole_number("repeats", repeats, least=1)
-    seed = whole_number("seed", seed, least=0, most=LARGEST_BYTES)
     batch_size = whole_number("batch_size", batch_size, least=1)
     max_length = whole_number("max_length", max_length, least=1)
     if draft_length is not None:
@@ -403,7 +386,6 @@ def compare(
     return DrafterComparison(
         candidates=candidates,
         categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
-        seed=seed,
     )
 
 
@@ -425,7 +407,7 @@ def run_candidates(
     target = next(iter(engines.values())).target
     longest = min(engine.longest_prompt for engine in engines.values())
     requests = make_requests(prompts, params, target, longest=longest)
-    compile_s, plain, warm = {}, {}, {}
+    compile_s, plain = {}, {}
     for label, engine in engines.items():
         started_s = time.perf_counter()
         engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
@@ -449,11 +431,6 @@ def run_candidates(
         prepare=empty,
         on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
     )
-    for label, engine in engines.items():
-        if engine.executor.parts.drafter.shares_state:
-            tell(f"{label}: with what it has learned")
-            warm[label] = Acceptance.total([one.acceptance for one in engine.run(requests)])
-
     tell("judging outputs")
     first = next(iter(engines))
     expected = [one.token_ids for one in outputs[first][-1]]
@@ -478,7 +455,6 @@ def run_candidates(
                 must_be_equal=_must_be_equal(
                     engine, engines[first], do_differ=bool(found.differing)
                 ),
-                warm=warm.get(label),
             )
         )
     return tuple(candidates)

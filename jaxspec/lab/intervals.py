@@ -37,11 +37,6 @@ class Interval:
     high: float
     num_prompts: int
 
-    @property
-    def excludes_zero(self) -> bool:
-        """Whether the sign is certain, at that confidence."""
-        return self.low > 0 or self.high < 0
-
     def to_json(self) -> dict[str, float | int | None]:
         """Fields as JSON values; an unknown end is null."""
         fields = dataclasses.asdict(self)

@@ -11,11 +11,14 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import check_can_write, write_atomically
 from jaxspec.runtime.extras import import_extra
+
+if TYPE_CHECKING:
+    import pandas
 
 Columns: TypeAlias = Mapping[str, str | Callable[[Any], Any]]
 
@@ -37,15 +40,12 @@ class TextTable:
       title: the line above it.
       header: names of the columns; empty for a table of names and values.
       rows: its cells.
-      is_quoted: whether the numbers are quoted from others, which a page shows on a tinted
-        background.
       breaks: indices of rows that have a line above them in a terminal.
     """
 
     title: str
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
-    is_quoted: bool = False
     breaks: Collection[int] = ()
 
     @classmethod
@@ -56,7 +56,6 @@ class TextTable:
         records: Iterable[Any],
         *,
         group: Callable[[Any], Any] | None = None,
-        is_quoted: bool = False,
     ) -> TextTable:
         """A row for each record.
 
@@ -67,7 +66,6 @@ class TextTable:
             that is None, is shown as `NONE`.
           records: mappings, or objects with attributes.
           group: a line is drawn between records for which this differs.
-          is_quoted: see `TextTable`.
         """
         records = list(records)
         pairs = enumerate(itertools.pairwise(records), start=1) if group is not None else ()
@@ -75,9 +73,22 @@ class TextTable:
             title=title,
             header=tuple(columns),
             rows=[[_cell(column, record) for column in columns.values()] for record in records],
-            is_quoted=is_quoted,
             breaks=[index for index, (a, b) in pairs if group and group(a) != group(b)],
         )
+
+    @classmethod
+    def of_frame(cls, title: str, frame: pandas.DataFrame) -> TextTable:
+        """A row for each row of a frame: numbers with three digits, `NONE` where there is none."""
+
+        def shown(value: Any) -> str:
+            if value is None or value != value:
+                return NONE
+            if isinstance(value, float):
+                return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+            return str(value)
+
+        rows = [[shown(value) for value in row] for row in frame.itertuples(index=False)]
+        return cls(title=title, header=list(frame), rows=rows)
 
     @classmethod
     def of_values(cls, title: str, values: Mapping[str, str]) -> TextTable:
@@ -264,14 +275,13 @@ def write_page(
 
 
 _PAGE = """{% macro show(table) %}
-<div{% if table.is_quoted %} class="quoted"{% endif %}>
 <h2>{{ table.title }}</h2>
 <table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
 {% endif %}
 {% for row in table.rows %}
 <tr>{% for cell in row %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}
-</table></div>
+</table>
 {% endmacro %}
 <!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
@@ -283,7 +293,6 @@ th, td { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-ali
   vertical-align: top; font-variant-numeric: tabular-nums; }
 h2 { font-size: 1rem; margin-top: 2rem; }
 .verdict { border-left: .4rem solid {{ colour }}; padding-left: .8rem; font-weight: bold; }
-.quoted { background: #f4f1ea; padding: .1rem .8rem; }
 figure { display: inline-block; margin: 0 1rem 1rem 0; }
 figure img { max-width: 100%; }
 </style></head><body>

@@ -131,13 +131,12 @@ def test_shares_are_never_rounded_up():
     assert percent(float("nan")) == NONE
 
 
-def test_a_page_shows_values_and_marks_quoted_figures(tmp_path, capsys):
+def test_a_page_shows_values_as_text(tmp_path, capsys):
     mine = TextTable.of_values("Mine", {"rounds": "3", "markup": "[red]4"})
-    theirs = TextTable(title="Theirs", header=("rounds",), rows=[("5",)], is_quoted=True)
+    theirs = TextTable(title="Theirs", header=("rounds",), rows=[("5",)])
     write_page(tmp_path / "p.html", title="t", findings=["<found>"], tables=[mine, theirs])
     page = (tmp_path / "p.html").read_text()
-    assert page.count('class="quoted"') == 1
-    assert page.index("Mine") < page.index('class="quoted"') < page.index("Theirs")
+    assert page.index("Mine") < page.index("Theirs")
     assert page.count("<th>") == 1
     assert "<li>&lt;found&gt;</li>" in page
     Console(width=40, force_terminal=False).print(mine)

@@ -11,7 +11,6 @@ import toy
 import jaxspec
 import jaxspec.lab.compare
 from jaxspec.audit.judge import Divergences, Finding
-from jaxspec.commands.compare import remarks
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.compare import compare, mean_interval
 from jaxspec.requests.sampling_params import SamplingParams
@@ -81,12 +80,6 @@ def test_every_run_of_a_drafter_that_learns_begins_without_what_it_learned(targe
     once = run(target, {"none": None, "learner": Learner()}, repeats=1)
     learner, again = (one.candidates[1] for one in (found, once))
     assert learner.acceptance == again.acceptance
-    assert learner.warm == again.warm
-    assert learner.warm.emitted_per_round > learner.acceptance.emitted_per_round
-    assert found.candidates[0].warm is None
-    assert found.to_json()["candidates"][1]["warm"] == learner.warm.to_json()
-    [sentence] = [text for text, _ in remarks(found) if "learns" in text]
-    assert f"{learner.warm.emitted_per_round:.2f} tokens per round instead of" in sentence
 
 
 def test_drafters_may_be_named(target):
@@ -103,8 +96,7 @@ def test_known_differences_are_found(comparison):
     assert comparison.values("emitted per round", "always right").mean == DRAFT_LENGTH + 1
     assert comparison.difference("rounds", "always wrong", "none").mean == 0
     assert comparison.difference("rounds", "always right", "none").mean == fewest - NUM_TOKENS
-    assert comparison.difference("rounds", "always right", "none").excludes_zero
-    assert not comparison.difference("rounds", "always wrong", "none").excludes_zero
+    assert comparison.difference("rounds", "always right", "none").high < 0
     by_category = comparison.values("rounds", "always right", "long")
     assert by_category.num_prompts == CATEGORIES.count("long")
     assert comparison.category_names == ("short", "long")
@@ -201,15 +193,6 @@ def test_sampled_requests_share_their_seeds(target, drafters):
     assert found.category_names == ("all",)
     outputs = [[c.token_ids for c in candidate.completions] for candidate in found.candidates]
     assert outputs[0] == outputs[1]
-
-
-def test_intervals_cover_the_mean_as_often_as_they_say():
-    random = np.random.default_rng(0)
-    covered = 0
-    for seed in range(60):
-        found = mean_interval(random.normal(1.0, 1.0, 30), seed=seed)
-        covered += found.low <= 1.0 <= found.high
-    assert 50 <= covered <= 60  # 95 %, and the bootstrap is a little short for 30 values
 
 
 def test_degenerate_samples_have_honest_intervals():

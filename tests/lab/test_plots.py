@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import numpy as np
 import pandas as pd
@@ -148,9 +146,3 @@ def test_groups_of_the_callers_choice_and_what_is_refused(monkeypatch):
     monkeypatch.setattr(importlib, "import_module", missing)
     with pytest.raises(SettingError, match=r"matplotlib is needed for plots.*\[analysis\]"):
         plot_acceptance(rounds)
-
-
-def test_importing_it_loads_no_plotting_library():
-    code = "import sys, jaxspec.lab.plots\nassert not {'pandas', 'matplotlib'} & set(sys.modules)\n"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr

@@ -39,7 +39,7 @@ def test_a_round_emits_at_most_what_it_drafted(target, draft_length):
     prompts, asked = toy.prompts((9, 4)), SamplingParams(max_tokens=32)
     engine = Engine(
         target,
-        published.BatchMinimum(DraftModel(target)),
+        published.PublishedDraftModel(target),
         verifier=published.WithoutBonus(),
         draft_length=draft_length,
         **SHAPE,
@@ -95,17 +95,6 @@ def test_a_draft_cache_reads_what_is_drafted_and_committed(target):
             # Prompts, and each draft step; rows near their end wait for the others' last steps.
             assert committed + drafted - 2 <= read[name] <= 1.1 * (committed + drafted)
     assert read["reread"] > 4 * read["kept"]
-
-
-def test_the_pool_of_exspec_is_as_published(target):
-    settings = published.exspec(target, window_size=7, sort_by_length=True)
-    scheduler = settings["scheduler"]
-    assert (scheduler.name, scheduler.num_residents(2), settings["layout"]) == (
-        "pool",
-        7,
-        "aligned",
-    )
-    assert scheduler.order([3, 1, 2], [9, 9, 9]) == [1, 2, 0]
 
 
 def test_list_scheduling_of_a_drawn_example():

@@ -47,7 +47,7 @@ def test_padding_makes_rows_a_group_until_they_accept_differently():
 def test_with_one_seat_every_call_is_a_group():
     schedule = replay_pool([[5, 1, 2], [3, 1]], batch_size=1, window_size=1)
     assert schedule.grouping_by_calls == 1
-    assert schedule.grouping_by_rows == 0
+    assert schedule.num_grouped_rows == 0
 
 
 @pytest.fixture(scope="module", params=["ragged", "aligned"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 import pytest
-from simulated_study import TRUTHS, simulate
+from simulated_study import simulate
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.intervals import ENDS, resample
@@ -22,7 +22,7 @@ from jaxspec.lab.studies.scaling.fits import (
     chain_rate,
     quadratic_term,
 )
-from jaxspec.lab.studies.scaling.gates import check_gates, word_for
+from jaxspec.lab.studies.scaling.gates import check_gates
 
 pytestmark = pytest.mark.core
 
@@ -248,13 +248,6 @@ def test_one_seed_has_the_intervals_of_its_prompts():
     assert high - low == pytest.approx(2 * 1.96 * values[0, 0].std(ddof=1) / np.sqrt(40), rel=0.07)
 
 
-def test_all_points_have_the_same_draws():
-    """So what easy prompts and lucky seeds add to every point cancels in a difference."""
-    values = np.random.default_rng(0).standard_normal((1, 3, 20)) + np.arange(4)[:, None, None]
-    drawn = resample(values, num_draws=50, random=np.random.default_rng(1))
-    np.testing.assert_allclose(np.diff(drawn, axis=1), 1.0)
-
-
 PASSING = {
     "num_points": 6,
     "decades": 1.505,
@@ -283,20 +276,10 @@ PASSING = {
         ("extrapolation", {"decades_beyond": 1.5}),
     ],
 )
-def test_each_gate_stops_the_word_law(name, changes):
+def test_each_gate_fails_alone(name, changes):
     given = PASSING | {"curvature": (-0.1, 0.1)} | changes
     if given["curvature"] is not None:
         low, high = given["curvature"]
         given["curvature"] = {"value": (low + high) / 2, "low": low, "high": high}
     gates = check_gates(**given)
-    assert [gate.name for gate in gates if not gate.passes] == ([name] if name else [])
-    assert word_for(gates) == ("trend" if name else "law")
-
-
-def test_simulated_outputs_are_cut_where_they_must_be():
-    rows = check_rows(simulate(TRUTHS["saturating"], num_prompts=5, max_tokens=20))
-    assert (rows.emitted == 20).all()
-    accepted = np.array(rows.accepted_at.tolist()).sum(axis=1)
-    np.testing.assert_array_equal(accepted + rows.rounds, 20)
-    assert rows.num_limited_rounds.isin([0, 1]).all()
-    assert rows.num_limited_rounds.sum() > 0
+    assert [gate["name"] for gate in gates if not gate["passes"]] == ([name] if name else [])

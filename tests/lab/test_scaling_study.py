@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import pathlib
+import re
 
 import numpy as np
 import pandas as pd
@@ -14,12 +14,9 @@ from rich.console import Console
 from simulated_study import TRUTHS, simulate
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost.model import Device, Pair
 from jaxspec.lab.studies.scaling import analyse, print_report, read_rows, write_report
-from jaxspec.lab.studies.scaling.batch import fit_pair, predict_times
 from jaxspec.lab.studies.scaling.fits import LogLinear
 from jaxspec.lab.studies.scaling.report import findings
-from jaxspec.models.registry import PRESETS
 
 SHIPPED = pathlib.Path(__file__).resolve().parents[2] / "docs" / "results" / "scaling-cpu"
 OVER_128 = tuple(31_250 * 2**power for power in range(8))
@@ -58,8 +55,6 @@ def times(**changes):
             "draft_length": n,
             "plain_s": 1e-3 * (1 + batch / 32),
             "round_s": 1e-3 * (1 + (n + 1) * batch / 32) + 1e-4 * n,
-            "target_s": 0.9e-3 * (1 + (n + 1) * batch / 32),
-            "draft_s": 1e-4 * n,
         }
         for batch in (1, 2, 4, 8, 16)
         for n in (1, 2, 3, 4, 6, 8)
@@ -91,7 +86,6 @@ def test_the_log_linear_truth_is_a_law():
     assert axis["word"] == "law"
     slope = axis["slope_per_decade"]
     assert slope["low"] < 0.7 < slope["high"]
-    assert axis["direction"] == "grows"
     assert "a law. All gates pass." in axis["sentence"]
 
 
@@ -159,7 +153,7 @@ def test_axes_and_what_one_seed_lacks():
     assert layers["seeds"] == [0]
     assert any("There is one seed (0)" in note for note in layers["notes"])
     assert any("not trained at every point: seeds 1, 2" in note for note in layers["notes"])
-    assert layers["direction"] == "grows"
+    assert layers["slope_per_decade"]["low"] > 0
 
 
 def test_the_document_is_json_and_the_same_for_the_same_seed():
@@ -178,14 +172,6 @@ def test_seeds_that_were_trained_on_fewer_tokens_are_an_axis_of_their_own():
     assert (len(longer["points"]), longer["seeds"]) == (6, [0])
     assert (len(of_all["points"]), of_all["seeds"]) == (5, [0, 1, 2])
     assert of_all["title"] == "tokens, 2x128, where all seeds were trained"
-
-
-def test_token_counts_that_differ_by_a_batch_are_one_point():
-    rows = simulated("log-linear").copy()
-    rows.loc[rows.seed == 1, "training_tokens"] += 200
-    [axis] = analyse(rows, num_draws=100)["axes"]
-    assert len(axis["points"]) == 6
-    assert axis["seeds"] == [0, 1, 2]
 
 
 def of_one_rate():
@@ -213,8 +199,6 @@ def test_the_best_draft_length_is_that_of_the_most_tokens_per_second():
     best = [cell["best"] for cell in found["batches"]]
     assert found["falls"]
     assert best[0] > best[-1]
-    assert found["fit"]["b"] < 0
-    assert found["prediction"] is None
 
 
 def test_times_of_a_busy_machine_are_marked():
@@ -224,47 +208,9 @@ def test_times_of_a_busy_machine_are_marked():
     assert "not to be trusted" not in " ".join(findings(document))
     measured.loc[measured.batch == 4, "load_average"] = 3.5
     text = " ".join(findings(analyse(rows, measured, num_draws=100)))
-    assert "load average up to 3.5 on 2 CPUs). That concerns batch 4." in text
+    assert "load average up to 3.5 on 2 CPUs)." in text
     unknown = analyse(rows, times(load_average=None, cpu_count=2), num_draws=100)
     assert "load_average" not in unknown["batch"][0]["batches"][0]
-
-
-def test_the_cost_model_predicts_what_it_made():
-    device = Device(
-        name="made", bytes_per_s=1e12, kv_bytes_per_s=1e12, flops_per_s=1e14, step_s=1e-5,
-        round_s=1e-5, source="made up",
-    )  # fmt: skip
-    made = Pair(
-        target=PRESETS["qwen3-8b"],
-        target_device=device,
-        draft=PRESETS["qwen3-0.6b"],
-        draft_device=device,
-    )
-    measured = times(context=100.0)
-    for index, cell in measured.iterrows():
-        where = {"batch": int(cell.batch), "context": 100.0}
-        n = int(cell.draft_length)
-        measured.loc[index, "plain_s"] = made.plain_s(**where)
-        measured.loc[index, "target_s"] = made.target_s(window=n + 1, **where)
-        measured.loc[index, "round_s"] = made.round_s(draft_length=n, **where)
-        measured.loc[index, "draft_s"] = n * made.draft_step_s(**where)
-    pair, fits = fit_pair(
-        measured, made.target, made.draft, most_bytes_per_s=2e12, most_flops_per_s=2e14, itemsize=2
-    )
-    assert max(fits["target"].held_out_errors) < 0.02
-    [found] = analyse(of_one_rate(), predict_times(measured, pair), num_draws=100)["batch"]
-    assert found["prediction"]["round_error_worst"] < 0.05
-    assert found["prediction"]["num_same_best"] == 5
-    slower = dataclasses.replace(
-        pair, target_device=dataclasses.replace(pair.target_device, flops_per_s=1e11)
-    )
-    [found] = analyse(of_one_rate(), predict_times(measured, slower), num_draws=100)["batch"]
-    assert found["prediction"]["round_error_worst"] > 0.5
-    with pytest.raises(SettingError, match="lack the column 'draft_s'"):
-        fit_pair(
-            measured.drop(columns="draft_s"), made.target, made.draft,
-            most_bytes_per_s=2e12, most_flops_per_s=2e14,
-        )  # fmt: skip
 
 
 def test_the_report_shows_what_was_found(tmp_path):
@@ -277,8 +223,7 @@ def test_the_report_shows_what_was_found(tmp_path):
     for text in ("Gates, tokens, 1x128: a trend", "FAIL", "extrapolated", "Setup"):
         assert text in page
     names = {path.name for path in tmp_path.glob("*.png")}
-    assert names == {"tokens.png", "layers.png", "drafters.png", "positions.png",
-                     "widths-2x128.png"}  # fmt: skip
+    assert names == {"tokens.png", "layers.png", "positions.png"}
     console = Console(record=True, width=160)
     print_report(document, console)
     text = console.export_text()
@@ -324,9 +269,8 @@ def test_settings_and_times_that_cannot_be(tmp_path):
         analyse(rows, times().drop(columns="plain_s"))
     with pytest.raises(SettingError, match=r"has round_s -1, expected a finite number above 0"):
         analyse(rows, times(round_s=-1.0))
-    for name in ("round_s", "predicted_round_s"):
-        with pytest.raises(SettingError, match=f"has {name} nan, expected a finite number above 0"):
-            analyse(rows, times(**{name: "long"}))
+    with pytest.raises(SettingError, match="has round_s nan, expected a finite number above 0"):
+        analyse(rows, times(round_s="long"))
     with pytest.raises(SettingError, match="times are of drafter '9x9', which the rows do not"):
         analyse(rows, times(drafter="9x9"))
     alone = rows[(rows.prompt == 0)]
@@ -368,8 +312,9 @@ def test_the_shipped_figures_follow_from_the_shipped_rows():
     rows, times = (read_rows(SHIPPED / f"{name}.parquet") for name in ("rows", "times"))
     found = json.loads(json.dumps(analyse(rows, times)))
     names = ("axes", "acceptance_by_position", "batch", "notes")
-    assert not list(differences({name: found[name] for name in names},
-                                {name: expected[name] for name in names}))  # fmt: skip
+    seen = differences(*({name: each[name] for name in names} for each in (found, expected)))
+    no_longer = r"/axes/\d+/direction:|/batch/0/.*(fit|is_clipped|predict)"
+    assert not [one for one in seen if not re.match(no_longer, one)]
 
 
 def figures_of_the_page(document):
@@ -380,9 +325,6 @@ def figures_of_the_page(document):
             yield "{value:+.2f} [{low:+.2f}, {high:+.2f}]".format_map(axis["curvature"])
             for fit in axis["fits"]:
                 yield f"{fit['held_out']['predicted']:.2f}"
-    [found] = document["batch"]
-    yield f"off by {found['prediction']['round_error_median'] * 100:.0f} % in the median"
-    yield f"{found['prediction']['round_error_worst'] * 100:.0f} % at worst"
     checks = document["checks"]
     yield f"All {checks['num_compared_with_plain']:,} greedy and coupled outputs"
     assert checks["num_compared_with_plain"] == checks["num_equal_to_plain"]
@@ -395,5 +337,6 @@ def test_the_page_has_the_shipped_figures():
     missing = [figure for figure in figures_of_the_page(document) if figure not in page]
     assert not missing
     # Sabotage: a figure that is another is noticed.
-    document["batch"][0]["prediction"]["round_error_worst"] += 0.01
+    document["checks"]["num_compared_with_plain"] += 1
+    document["checks"]["num_equal_to_plain"] += 1
     assert any(figure not in page for figure in figures_of_the_page(document))

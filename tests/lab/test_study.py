@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import html
 import json
 import pathlib
 
@@ -14,7 +15,7 @@ from rich.console import Console
 import jaxspec
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.lab.studies import measurements, published_figures, workload
+from jaxspec.lab.studies import measurements, workload
 from jaxspec.lab.studies import report as study_report
 from jaxspec.lab.studies.claims import check_claims
 from jaxspec.lab.studies.measurements import serve
@@ -86,7 +87,7 @@ def test_a_cell_is_measured_once_and_says_where_it_comes_from(running, models, t
     first = again.store.cells["one"]
     assert {*first["provenance"]} == {"xla_flags", "versions", "devices", "commit"}
     made_of = again.store.header["models"]
-    assert made_of["target"]["sha256"] != made_of["draft"]["sha256"]
+    assert made_of["target"] != made_of["draft"]
     text = (tmp_path / "cells.json").read_text()
     assert str(tmp_path) not in text  # no path of this machine
     assert str(pathlib.Path(models["target"]).parent) not in text
@@ -98,36 +99,6 @@ def test_a_study_of_other_settings_is_not_resumed(running, models, tmp_path):
     assert more.store.cells == {"one": {}}  # batch sizes only choose cells
     with pytest.raises(SettingError, match="its config is another"):
         Running(options(models, tmp_path, resume=True, max_tokens=9))
-
-
-def test_a_failed_measurement_leaves_no_cell(running, tmp_path):
-    def fail():
-        raise RuntimeError("out of luck")
-
-    with pytest.raises(RuntimeError):
-        running.store.run({"one": fail}, say=silent)
-    assert not (tmp_path / "cells.json").exists()
-    running.store.run({"one": lambda: {"value": 3}}, say=silent)
-    assert running.store.cells["one"] == {"value": 3}
-
-
-@pytest.mark.parametrize(
-    ("changes", "sentence"),
-    [
-        ({"limit": 0}, "--limit 0"),
-        ({"batch_sizes": ()}, "--batch-sizes nothing"),
-        ({"batch_sizes": (0, 2)}, "--batch-sizes 0 2"),
-        ({"repeats": 0}, "--repeats 0"),
-    ],
-)
-def test_mistakes_are_refused_before_a_model_is_loaded(tmp_path, changes, sentence):
-    made = dataclasses.replace(options({"target": "no", "draft": "no"}, tmp_path), **changes)
-    with pytest.raises(SettingError, match=sentence):
-        made.run(Console(quiet=True))
-
-
-def test_a_study_is_not_overwritten(running, models, tmp_path):
-    running.store.run({"one": dict}, say=silent)
     with pytest.raises(SettingError, match="add --resume"):
         options(models, tmp_path).run(Console(quiet=True))
 
@@ -144,15 +115,6 @@ def test_every_combination_has_a_name_and_a_cell(models, tmp_path):
     improved = dataclasses.replace(full.named("EQSPEC", 2), is_published=False)
     assert improved.system == "aligned + static"
     assert len(full.requests(2)) == 6
-
-
-def test_requests_that_come_again_are_cut_shorter(models, tmp_path):
-    found = Running(options(models, tmp_path, limit=None)).workload
-    found.prompts = found.prompts[:20]
-    requests = found.requests(2)
-    assert len(requests) == 24
-    lengths = [len(request.prompt_token_ids) for request in requests]
-    assert lengths[20:] == [min(length, 24 - 8) for length in lengths[:4]]
 
 
 # ---- arrivals
@@ -182,9 +144,8 @@ def committed():
 
 
 def test_the_committed_study_says_what_it_found(committed):
-    found = study_report.findings(committed["cells"])
-    assert found == committed["findings"]
-    text = " ".join(found)
+    text = " ".join(study_report.findings(committed["cells"]))
+    assert "1200 equal" in text
     assert "and 0 otherwise" in text
     assert "NOT" not in text
 
@@ -208,27 +169,15 @@ def test_findings_see_what_is_broken(committed):
     assert "does NOT agree" in text
 
 
-def test_committed_results_name_no_path_or_host(committed):
-    text = json.dumps(committed)
-    assert "/work" not in text
-    assert "/tmp" not in text
-    assert "/home" not in text
-    assert committed["inputs"]
-
-
-def test_published_figures_stand_apart(committed, tmp_path):
-    tables = study_report.make_tables(committed["cells"])
-    published = [title for title in tables if title.startswith("Published")]
-    assert len(published) == 4
-    assert all("A100" in title for title in published)
-    for plot in study_report.make_plots(committed["cells"]):
-        for axes in plot.figure.axes:
-            is_published = axes.get_title().startswith("published")
-            assert is_published == (axes.get_facecolor()[:3] != (1, 1, 1)), plot.caption
+def test_the_page_has_every_claim_table_and_plot(committed, tmp_path):
     study_report.write_html(committed, tmp_path / "study.html")
     page = (tmp_path / "study.html").read_text(encoding="utf-8")
-    assert page.count('<div class="quoted">') == 4
-    assert page.count("<img") == 5
+    claims = check_claims(committed["cells"])
+    answers = [claim["reproduced"] for claim in claims]
+    assert answers == [claim["reproduced"] for claim in committed["claims"]]
+    assert all(html.escape(claim["paper"]) in page for claim in claims)
+    assert page.count("<h2>") == 8  # claims, setup, and six of what was measured
+    assert page.count("<img") == 3
 
 
 def test_claims_follow_the_figures(committed):
@@ -258,7 +207,7 @@ def test_claims_follow_the_figures(committed):
 
 def test_tables_show_plain_decoding_wherever_they_show_tokens_per_second(committed):
     for title, table in study_report.make_tables(committed["cells"]).items():
-        if "tokens_per_s" in table and not title.startswith("Published"):
+        if "tokens_per_s" in table:
             beside = "plain_tokens_per_s" in table
             assert beside or table.system.str.contains("plain").any(), title
 
@@ -272,13 +221,13 @@ def test_tables_hold_what_was_measured(committed):
     assert (one.system, one.batch_size) == (cell["system"], cell["batch_size"])
     found = cell["time_breakdown"]
     assert one["draft share"] == found["seconds"]["draft"] / found["wall_s"]
-    shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "regroup", "rest")]
+    shares = [one[f"{part} share"] for part in ("draft", "verify", "align", "rest")]
     assert sum(shares) == pytest.approx(1.0)
     rounds = tables["Rounds and token-positions"]
-    four = committed["cells"]["rounds-b4"]
-    listed = rounds[rounds.system.str.startswith("list schedule, rows") & (rounds.batch_size == 4)]
-    assert listed.num_rounds.tolist() == [four["ideal_rounds"]]
-    assert listed.draft_positions.isna().all()
+    name = "decode-ragged-continuous-speculative-b4"
+    four = rounds[(rounds.system == "jaxspec") & (rounds.batch_size == 4)]
+    assert four.ideal_rounds.tolist() == [committed["cells"][name]["ideal_rounds"]]
+    assert rounds[rounds.system.str.startswith("plain")].draft_positions.isna().all()
 
 
 def test_what_is_printed_fits_80_columns(committed, capsys):
@@ -286,13 +235,6 @@ def test_what_is_printed_fits_80_columns(committed, capsys):
     shown = capsys.readouterr().out
     assert "…" not in shown
     assert "paper: exact match" in shown
-
-
-def test_published_tables_are_consistent():
-    systems = published_figures.TIME_BREAKDOWN.values()
-    assert all(abs(s["verify"] + s["draft"] + s["overhead"] - 100) < 0.1 for s in systems)
-    for found in published_figures.EQUIVALENCE.values():
-        assert all(exact <= partial for exact, partial in found.values())
 
 
 # ---- as a whole
@@ -315,14 +257,19 @@ def test_a_whole_study_on_a_tiny_pair(models, tmp_path):
     controls = cells["controls-b2"]["systems"]
     assert controls["BSP"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
     assert controls["DSD"]["exact_tokens"] < controls[measurements.CONTROL_RUN]["exact_tokens"]
-    rounds = cells["rounds-b2"]["systems"]
-    assert rounds["jaxspec"]["draft_positions"] < rounds["EQSPEC"]["draft_positions"]
-    bound = rounds["jaxspec"]["num_drafted"] + rounds["jaxspec"]["num_committed"]
-    assert rounds["jaxspec"]["draft_positions"] <= 1.1 * bound
+    read = {
+        cell["system"]: cell["schedule"]["draft_positions"]
+        for cell in cells.values()
+        if cell.get("speculates") and "schedule" in cell
+    }
+    assert read["jaxspec"] < read["EQSPEC"]
+    ours = cells["decode-ragged-continuous-speculative-b2"]
+    bound = ours["acceptance"]["num_draft_tokens"] + ours["num_prompt_tokens"] + ours["num_tokens"]
+    assert read["jaxspec"] <= 1.1 * bound
     assert all(r["compiled"] == r["replayed"] for r in cells["grouping"]["replays"])
     assert "not measured" not in [c["reproduced"] for c in check_claims(cells)][:8]
     page = (output / "study.html").read_text()
-    assert page.count("<img") == len(list(output.glob("*.png"))) == 5
+    assert page.count("<img") == len(list(output.glob("*.png"))) == 3
     assert page.index("reproduced?") < page.index("<img")
     kept = json.loads((output / "study.json").read_text())
     assert "token_ids" not in kept["cells"]["reference"]
@@ -346,4 +293,5 @@ def test_an_oracle_study_needs_no_weights(tmp_path, monkeypatch):
     cell = measurements.measure_decoding(work, cells, decoding, is_broken_down=False)
     assert cell["engine"]["is_synthetic"]
     assert cell["acceptance"]["num_accepted_tokens"] > 0
-    assert isinstance(work.engine(decoding).drafter, jaxspec.Oracle)
+    for name in ("jaxspec", "EQSPEC"):
+        assert isinstance(work.engine(work.named(name, 2)).drafter, jaxspec.Oracle)

@@ -78,7 +78,6 @@ class CellStore:
         *,
         say: Say,
         budget_s: float = math.inf,
-        lacks: Callable[[str, Cell], str | None] = lambda name, cell: None,
     ) -> None:
         """Measures the missing cells, in order.
 
@@ -88,14 +87,8 @@ class CellStore:
           say: called with e.g. `cell 5 of 42, 6 minutes left: NAME`.
           budget_s: no cell is started that, judging by the slowest so far, would end later than
             this.
-          lacks: takes a cell's name and a stored cell, and returns a field that the cell lacks, as
-            one of an earlier version may. Such a cell is measured again.
         """
         started_s = time.perf_counter()
-        for name in [name for name in cells if name in self.cells]:
-            if (field := lacks(name, self.cells[name])) is not None:
-                say(f"cell {name} lacks {field}, so it is measured again")
-                del self.cells[name]
         waiting = [name for name in cells if name not in self.cells]
         num_kept = len(cells) - len(waiting)
         slowest_s = 0.0

@@ -19,12 +19,11 @@ from jaxspec.cache.layouts import LAYOUTS
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.studies.published import BROKEN, as_broken
 from jaxspec.lab.studies.replay import emitted_by_round, list_scheduling, replay_pool
-from jaxspec.lab.studies.rounds import count, count_rounds
+from jaxspec.lab.studies.rounds import count
 from jaxspec.lab.studies.time_breakdown import break_down
 from jaxspec.lab.studies.workload import (
     NAMED,
     PLAIN,
-    PUBLISHED,
     Cell,
     Cells,
     Decoding,
@@ -37,7 +36,6 @@ from jaxspec.runtime.turns import take_turns
 from jaxspec.telemetry.counters import Acceptance
 
 GROUPING_WINDOW = 50  # the paper's
-ROUNDS_PROMPTS, ROUNDS_PROMPT_TOKENS, ROUNDS_TOKENS = 32, 64, 48  # for the table of rounds
 SERVING_LOAD = 0.7  # arrival rate as a fraction of the slowest system's offline rate
 EQUAL_LENGTH = 64  # tokens of every prompt in the runs with prompts of equal length
 CONTROL_RUN = "the same program without a fault"
@@ -102,7 +100,9 @@ def measure_decoding(
             for completion in completions
         ]
     if is_broken_down:
-        result["time_breakdown"] = break_down(engine, requests, num_rounds=schedule["num_rounds"])
+        result["time_breakdown"] = break_down(
+            engine, requests, schedule=schedule, wall_s=turns.median_s("own")
+        )
     return result
 
 
@@ -154,37 +154,6 @@ def measure_controls(workload: Workload, cells: Cells, batch_size: int) -> Cell:
     return {"batch_size": batch_size, "systems": systems}
 
 
-def measure_rounds(workload: Workload, batch_size: int) -> Cell:
-    """Rounds and token positions on the same few prompts, compared with the ideal schedule: EQSPEC
-    and EXSPEC as published, both with jaxspec's drafting and verification, and jaxspec."""
-    prompts = [prompt[:ROUNDS_PROMPT_TOKENS] for prompt in workload.in_file_order[:ROUNDS_PROMPTS]]
-    requests = workload.as_requests(prompts, ROUNDS_TOKENS)
-    as_published = [workload.named(name, batch_size) for name in PUBLISHED]
-    improved = [dataclasses.replace(each, is_published=False) for each in as_published]
-    systems, outputs, own_rounds = {}, {}, []
-    for decoding in (*as_published, *improved, workload.named("jaxspec", batch_size)):
-        engine = workload.engine(decoding, pool=ROUNDS_PROMPTS, is_oracle=False)
-        completions, systems[decoding.system] = count_rounds(engine, requests)
-        outputs[decoding.system] = [completion.token_ids for completion in completions]
-        own_rounds = [completion.acceptance.num_rounds for completion in completions]
-    for name, system in systems.items():  # jaxspec comes last: the ideal uses its acceptance
-        pairs = zip(outputs[name], outputs["jaxspec"], strict=True)
-        system["num_equal_to_jaxspec"] = sum(own == other for own, other in pairs)
-    return {
-        "batch_size": batch_size,
-        "num_prompts": len(prompts),
-        "max_prompt_tokens": ROUNDS_PROMPT_TOKENS,
-        "max_tokens": ROUNDS_TOKENS,
-        "draft_length": workload.options.draft_length,
-        "systems": systems,
-        "ideal_rounds": list_scheduling(own_rounds, batch_size),
-        "ideal_rounds_static": sum(
-            max(own_rounds[first : first + batch_size])
-            for first in range(0, len(own_rounds), batch_size)
-        ),
-    }
-
-
 def measure_serving(workload: Workload, cells: Cells, decoding: Decoding) -> Cell:
     """Latencies of requests that arrive at random times, the same for every system."""
     engine = workload.engine(decoding)
@@ -202,7 +171,6 @@ def measure_serving(workload: Workload, cells: Cells, decoding: Decoding) -> Cel
         "arrivals_per_s": arrivals_per_s,
         "tokens_per_s": num_tokens / elapsed_s,
         "latency_s": {"p50": p50, "p90": p90, "p99": p99, "mean": float(np.mean(latency_s))},
-        "all_latency_s": latency_s,
     }
 
 
@@ -275,7 +243,6 @@ def measure_grouping(workload: Workload, cells: Cells) -> Cell:
                     **place,
                     "lengths": lengths,
                     "by_calls": schedule.grouping_by_calls,
-                    "by_rows": schedule.grouping_by_rows,
                     "num_rounds": schedule.num_rounds,
                 }
             )

@@ -5,8 +5,10 @@ the other differences of their code, so that a study can switch them on and off:
 
 - `WithoutBonus`: the target's logits after the last draft are computed and discarded, so a round
   never emits more tokens than it drafted.
-- `BatchMinimum`: every row drafts only as many tokens as the row nearest to its end. -
-`RereadingDraftModel`: no draft KV is kept between rounds; each round reads the whole context again.
+- `RereadingDraftModel`: no draft KV is kept between rounds; each round reads the whole context
+  again.
+- `PublishedDraftModel`: the same, and every row drafts only as many tokens as the row nearest to
+  its end.
 
 None of them changes an output. Faults that change outputs there (an end-of-text token looked for in
 the prompt, tokens kept after it, sorted completions) are not reproduced, nor is the second prefill
@@ -30,6 +32,7 @@ from jax import lax
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel, DraftModelState
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.models.base import Model
 from jaxspec.models.prefill import chain_window
 from jaxspec.schedulers import Pool, Static
@@ -64,7 +67,7 @@ def eqspec(draft: Model) -> dict[str, Any]:
       >>> engine = jaxspec.Engine(target, **published.eqspec(draft), batch_size=4)
     """
     return {
-        "drafter": BatchMinimum(RereadingDraftModel(draft)),
+        "drafter": PublishedDraftModel(draft),
         "verifier": WithoutBonus(),
         "layout": "aligned",
         "scheduler": Static(),
@@ -105,72 +108,6 @@ class WithoutBonus(Coupled):
             num_accepted=num_accepted,
             path=jnp.where(depth < num_accepted[:, None], verdict.path, -1),
             next_token=jnp.where(is_full, of_last, verdict.next_token),
-        )
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class BatchMinimum(Drafter):
-    """Lets a draft model draft, for every row of a round, `min(k, fewest tokens that a row may
-    still emit)`; the engine's draft length k must fill its window.
-
-    The last token that a row may emit is drafted too, although the target supplies it anyway,
-    because the published counts of drafted tokens include it.
-    """
-
-    inner: DraftModel
-    drafts_last_token = True
-
-    @property
-    def name(self) -> str:
-        """`batch-minimum:` and the drafter's name."""
-        return f"batch-minimum:{self.inner.name}"
-
-    @property
-    def model(self) -> Model:
-        """The draft model."""
-        return self.inner.model
-
-    @property
-    def params(self) -> PyTree:
-        """The draft model's parameters."""
-        return self.inner.params
-
-    def pack(self, params: PyTree) -> PyTree:
-        """As the inner drafter does; so are the following."""
-        return self.inner.pack(params)
-
-    def check(self, target: Model) -> None:  # noqa: D102
-        self.inner.check(target)
-
-    def for_target(self, target: Model) -> BatchMinimum:
-        """The same wrapper around the inner drafter's `for_target`."""
-        return dataclasses.replace(self, inner=self.inner.for_target(target))
-
-    def init(self, shape):  # noqa: D102
-        return self.inner.init(shape)
-
-    def admit(self, shape, params, state, rows, row):  # noqa: D102
-        return self.inner.admit(shape, params, state, rows, row)
-
-    def lag(self, state, rows):  # noqa: D102
-        return self.inner.lag(state, rows)
-
-    def catch_up(self, shape, params, state, rows, row):  # noqa: D102
-        return self.inner.catch_up(shape, params, state, rows, row)
-
-    def commit(self, shape, params, state, rows, info):  # noqa: D102
-        return self.inner.commit(shape, params, state, rows, info)
-
-    def propose(
-        self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView
-    ) -> tuple[Draft, PyTree]:
-        """A draft of one length for all rows."""
-        remaining = rows.remaining
-        assert remaining is not None, "rows of a decode loop say what remains"
-        is_running = remaining > 0
-        fewest = jnp.min(jnp.where(is_running, rows.draft_limit, shape.num_nodes))
-        return self.inner.propose(
-            shape, params, state, rows.replace(draft_limit=jnp.where(is_running, fewest, 0))
         )
 
 
@@ -219,3 +156,38 @@ class RereadingDraftModel(DraftModel):
             num_positions=state.num_positions + num_prefilled,
         )
         return super().propose(shape, params, state, rows)
+
+
+class _BatchMinimum(Drafter):
+    """As the first base of a drafter, makes it draft `min(k, fewest tokens that a row may still
+    emit)` for every row of a round; the engine's draft length k must fill its window.
+
+    The last token that a row may emit is drafted too, although the target supplies it anyway,
+    because the published counts of drafted tokens include it.
+    """
+
+    drafts_last_token = True
+
+    @property
+    def name(self) -> str:
+        """`batch-minimum:` and the drafter's name."""
+        return f"batch-minimum:{super().name}"
+
+    def propose(self, shape: EngineShape, params: PyTree, state: PyTree, rows: BatchView):
+        """A draft of one length for all rows."""
+        remaining = rows.remaining
+        assert remaining is not None, "rows of a decode loop say what remains"
+        is_running = remaining > 0
+        fewest = jnp.min(jnp.where(is_running, rows.draft_limit, shape.num_nodes))
+        rows = rows.replace(draft_limit=jnp.where(is_running, fewest, 0))
+        return super().propose(shape, params, state, rows)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublishedDraftModel(_BatchMinimum, RereadingDraftModel):
+    """The draft model of EQSPEC and EXSPEC: rereads the context, and drafts one length for all."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PublishedOracle(_BatchMinimum, Oracle):
+    """An oracle that drafts one length for all."""

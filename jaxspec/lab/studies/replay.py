@@ -38,11 +38,6 @@ class Schedule:
         """Fraction of rounds in which all rows had the same length, as the paper counts."""
         return self.num_grouped_rounds / self.num_rounds
 
-    @property
-    def grouping_by_rows(self) -> float:
-        """Fraction of decoded rows that had the same length as a neighbour."""
-        return self.num_grouped_rows / self.num_rows
-
 
 def emitted_by_round(origins: Sequence[Origin]) -> tuple[int, ...]:
     """Tokens emitted in each round of an output; each round ends with the target's own token."""

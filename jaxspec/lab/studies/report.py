@@ -1,8 +1,4 @@
-"""Findings, tables, plots and page of the study: our figures next to the published ones.
-
-Published figures come from other models, hardware and code. They stand in separate tables and
-panels, with the hardware named.
-"""
+"""Claims, findings, tables, plots and page of the study."""
 
 from __future__ import annotations
 
@@ -13,14 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
-from jaxspec.lab.studies import published_figures as theirs
-from jaxspec.lab.studies.claims import check_claims, paper_window
-from jaxspec.lab.studies.workload import NAMED, Cell, Cells, nearest, of_kind, rounds_of
+from jaxspec.lab.studies.claims import SOURCE, check_claims, paper_window
+from jaxspec.lab.studies.workload import NAMED, Cell, Cells, nearest, of_kind
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
 from jaxspec.runtime.environment import load_remark
 from jaxspec.runtime.extras import import_extra
-from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, write_page
+from jaxspec.runtime.report import Plot, TextTable, new_figure, write_page
 
 if TYPE_CHECKING:
     import pandas
@@ -46,11 +41,8 @@ def write_report(document: dict[str, Any], output: pathlib.Path) -> None:
 
 
 def write_html(document: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the page of a study, from the document of `Study.run` or from a `study.json`.
-
-    Raises:
-      SettingError: matplotlib is not installed, or the file cannot be written.
-    """
+    """Writes the page of a study, from the document of `Study.run` or from a `study.json`; raises
+    what `write_report` raises."""
     pd = import_extra("pandas", "the report of a study")
     cells, claims = document["cells"], pd.DataFrame(check_claims(document["cells"]))
     names = ("config", "inputs", "versions", "devices", "commit")
@@ -58,7 +50,7 @@ def write_html(document: dict[str, Any], path: pathlib.Path) -> None:
     write_page(
         path,
         title="Study of batched speculative decoding",
-        summary=_text_table("What the paper claims, and what this study finds", claims),
+        summary=TextTable.of_frame("What the paper claims, and what this study finds", claims),
         findings=findings(cells),
         paragraphs=[
             "EQSPEC and EXSPEC run as published: the aligned layout with static batches or with "
@@ -67,11 +59,11 @@ def write_html(document: dict[str, Any], path: pathlib.Path) -> None:
             "pool\" are the same layout and scheduler with jaxspec's drafting and verification; "
             "jaxspec is the ragged layout with continuous batching. Everything ran in this "
             "package, on this machine.",
-            f"Published figures stand on a tinted ground: {theirs.SOURCE}; {theirs.HARDWARE}",
+            f"The paper's figures are from {SOURCE}.",
         ],
         tables=[
             TextTable.of_values("Setup", setup.map(str).to_dict()),
-            *(_text_table(title, table) for title, table in make_tables(cells).items()),
+            *(TextTable.of_frame(title, table) for title, table in make_tables(cells).items()),
         ],
         plots=make_plots(cells),
     )
@@ -82,8 +74,7 @@ def _written(cells: Cells) -> dict[str, Any]:
     first cell is that of the document (a cell of another keeps its own). `engine` has the settings
     that all engines have in common."""
     cells = copy.deepcopy(dict(cells))
-    parts = [each for cell in cells.values() for each in (cell, *cell.get("systems", {}).values())]
-    engines = [part["engine"] for part in parts if "engine" in part]
+    engines = [cell["engine"] for cell in cells.values() if "engine" in cell]
     common = {
         name: value
         for name, value in engines[0].items()
@@ -108,17 +99,15 @@ def print_report(cells: Cells, console: Console) -> None:
         for label in ("paper", "ours", "why"):
             if claim[label]:
                 console.print(f"  {label}: {claim[label]}", markup=False, highlight=False)
-    columns = "batch_size system schedule.num_rounds emitted_per_round draft_positions"
-    console.print(_text_table("Rounds", _fields(_rounds(cells), columns)))
+    columns = "system batch_size schedule.num_rounds ideal_rounds schedule.draft_positions"
+    named = [cell for cell in of_kind(cells, "decode-") if cell["system"] in NAMED]
+    console.print(TextTable.of_frame("Rounds", _fields(named, columns)))
     for sentence in findings(cells):
         console.print(f"- {sentence}", markup=False, highlight=False)
 
 
-# ---- findings in words
-
-
 def findings(cells: Cells) -> list[str]:
-    """Sentences, each based on figures of this study."""
+    """Sentences on what must hold in every study, and on other work on the machine."""
     found = []
     decoded = of_kind(cells, "decode-")
     if decoded:
@@ -139,62 +128,42 @@ def findings(cells: Cells) -> list[str]:
             "Scheduling changes no token: at each batch size the ragged layout's outputs are "
             + ("the same under every scheduler." if holds else "NOT the same: this is a bug.")
         )
-    for cell in of_kind(cells, "rounds-"):
-        systems, listed_rounds = cell["systems"], cell["ideal_rounds"]
-        rounds = rounds_of(cell)
-        listed = ", ".join(f"{name} {n}" for name, n in rounds.items())
-        over = rounds["jaxspec"] / listed_rounds - 1
-        read = systems["jaxspec"]["draft_positions"]
-        bound = systems["jaxspec"]["num_drafted"] + systems["jaxspec"]["num_committed"]
-        found.append(
-            f"Rounds at batch {cell['batch_size']}, {cell['num_prompts']} prompts: {listed}; the "
-            f"list schedule of the same requests is {listed_rounds}, jaxspec needs {over:.1%} "
-            f"more. Its draft model read {read} token-positions, {read / bound:.0%} of drafted + "
-            "committed."
-        )
-    ours = [cell for cell in decoded if cell["system"] == "jaxspec"]
-    ours.sort(key=lambda cell: cell["batch_size"])
-    if len(ours) > 1:
-        listed = "; ".join(
-            f"batch {cell['batch_size']}: {cell['tokens_per_s']:.0f} ({cell['ratio_to_plain']:.2f} "
-            f"times plain decoding's {cell['plain_tokens_per_s']:.0f})"
-            for cell in ours
-        )
-        found.append(f"Throughput of jaxspec, tokens/s: {listed}.")
-    aligned, ragged = (
-        [
-            cell["time_breakdown"]["seconds"]["align"] / cell["time_breakdown"]["wall_s"]
-            for cell in decoded
-            if "time_breakdown" in cell and cell["speculates"] and cell["layout"] == layout
-        ]
-        for layout in ("aligned", "ragged")
-    )
-    if aligned and ragged:
-        found.append(
-            f"Alignment takes {min(aligned):.1%} to {max(aligned):.1%} of the time of the aligned "
-            f"layout, and {max(ragged):.1%} of the ragged one's: its program holds no realignment."
-        )
-    busiest = max((cell.get("load_average") or 0.0 for cell in cells.values()), default=0.0)
-    num_cpus = min((cell["cpu_count"] for cell in cells.values()), default=1)
-    if (remark := load_remark(busiest, num_cpus)) is not None:
-        found.append(f"{remark} Rounds, positions and tokens do not depend on it.")
-    replays = cells.get("grouping", {}).get("replays")
-    if replays:
+    if replays := cells.get("grouping", {}).get("replays"):
         agrees = all(replay["compiled"] == replay["replayed"] for replay in replays)
         found.append(
             "Grouping rates are replayed from what each row emitted; the replay "
             + ("agrees" if agrees else "does NOT agree")
             + f" with the counters of all {len(replays)} compiled pools."
         )
+    busiest = max((cell.get("load_average") or 0.0 for cell in cells.values()), default=0.0)
+    num_cpus = min((cell["cpu_count"] for cell in cells.values()), default=1)
+    if (remark := load_remark(busiest, num_cpus)) is not None:
+        found.append(f"{remark} Rounds, positions and tokens do not depend on it.")
     return found
 
 
 # ---- tables
 
+_RATES = "system batch_size tokens_per_s plain_tokens_per_s"
+_THROUGHPUT = f"{_RATES} num_requests ratio_to_plain"
+_ROUNDS = (
+    "system batch_size schedule.num_rounds ideal_rounds acceptance.emitted_per_round "
+    "schedule.num_realignments target_positions.live target_positions.computed "
+    "schedule.draft_positions"
+)
+_EQUIVALENCE = (
+    "system batch_size equivalence.num_outputs equivalence.exact_text equivalence.partial_text "
+    "equivalence.exact_tokens equivalence.num_ties equivalence.num_faults"
+)
+_SERVING = (
+    "system batch_size arrivals_per_s num_requests tokens_per_s latency_s.p50 latency_s.p90 "
+    "latency_s.p99"
+)
+
 
 def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
-    """Tables by title, ours and the published ones, except those without a cell in the study.
-    Ours have the names that the fields have in `study.json`."""
+    """Tables by title, except those without a cell in the study. Columns have the names that the
+    fields have in `study.json`."""
     pd = import_extra("pandas", "the report of a study")
     decoded = of_kind(cells, "decode-")
     controls = [
@@ -203,63 +172,26 @@ def make_tables(cells: Cells) -> dict[str, pandas.DataFrame]:
         for name, found in cell["systems"].items()
     ]
     timed = [cell for cell in decoded if "time_breakdown" in cell]
+    part_s = pd.DataFrame([cell["time_breakdown"]["part_s"] for cell in timed])
+    times = (_fields(timed, _RATES), (1e3 * part_s).add_suffix(" ms"), _shares(timed))
     rates = cells.get("grouping", {}).get("rates", [])
     window = paper_window(cells["grouping"]) if rates else 0
-    served = [
-        {"system": system, "batch_size": batch, **found}
-        for system, by_batch in theirs.SERVING.items()
-        for batch, found in by_batch.items()
-    ]
-    published = pd.DataFrame(theirs.EQUIVALENCE).T
-    published.columns = [f"{model}, batch {batch}" for model, batch in published.columns]
     tables = {
-        "Rounds and token-positions": _fields(_rounds(cells), _ROUNDS),
+        "Rounds and token-positions": _fields(decoded, _ROUNDS),
         "Equivalence with batch-1 plain decoding: the paper's exact and partial match on text, and "
         "on tokens": _fields([*decoded, *controls], _EQUIVALENCE),
-        f"Published: equivalence, exact and partial match in % ({theirs.HARDWARE})": (
-            published.reset_index(names="system")
-        ),
-        "Throughput (whole runs, prefill included) and rounds": _fields(decoded, _THROUGHPUT),
+        "Throughput (whole runs, prefill included)": _fields(decoded, _THROUGHPUT),
         "Time breakdown: milliseconds per call of parts compiled alone, timed on rows in "
-        "mid-decode; shares of the wall time, calls times milliseconds": pd.concat(
-            [_fields(timed, _RATES), _milliseconds(timed), _shares(timed).add_suffix(" share")],
-            axis=1,
-        ),
-        "Published: time breakdown, shares in % (Vicuna-7B, A100, batch 4)": (
-            pd.DataFrame(theirs.TIME_BREAKDOWN).T.reset_index(names="system")
-        ),
+        "mid-decode; shares of the wall time, calls times milliseconds": pd.concat(times, axis=1),
         f"Grouping rate of a pool of {window} rows": _fields(
-            [rate for rate in rates if rate["window_size"] == window], _GROUPING
-        ),
-        "Published: grouping rate by calls in % (Multi30k, A100, window 50)": (
-            pd.DataFrame(theirs.GROUPING).reset_index(names="batch_size")
+            [rate for rate in rates if rate["window_size"] == window],
+            "lengths layout batch_size by_calls",
         ),
         "Request latency under Poisson arrivals: the same arrivals for all": _fields(
             of_kind(cells, "serving-"), _SERVING
         ),
-        "Published: simulated serving (A100)": pd.DataFrame(served),
     }
     return {title: table for title, table in tables.items() if len(table)}
-
-
-_RATES = "system batch_size tokens_per_s plain_tokens_per_s"
-_THROUGHPUT = (
-    f"{_RATES} num_requests ratio_to_plain acceptance.emitted_per_round schedule.num_rounds "
-    "ideal_rounds schedule.num_realignments"
-)
-_ROUNDS = (
-    "batch_size system schedule.num_rounds rows_used emitted_per_round target_positions "
-    "draft_positions num_drafted num_committed num_equal_to_jaxspec"
-)
-_EQUIVALENCE = (
-    "system batch_size equivalence.num_outputs equivalence.exact_text equivalence.partial_text "
-    "equivalence.exact_tokens equivalence.num_ties equivalence.num_faults"
-)
-_GROUPING = "lengths layout batch_size by_calls by_rows"
-_SERVING = (
-    "system batch_size arrivals_per_s num_requests tokens_per_s latency_s.p50 latency_s.p90 "
-    "latency_s.p99"
-)
 
 
 def _fields(records: Sequence[Cell], paths: str) -> pandas.DataFrame:
@@ -268,93 +200,36 @@ def _fields(records: Sequence[Cell], paths: str) -> pandas.DataFrame:
     return frame.reindex(columns=paths.split()).rename(columns=lambda path: path.split(".")[-1])
 
 
-def _rounds(cells: Cells) -> list[Cell]:
-    """A record per system and batch size; of the list schedules only rounds are known."""
-    records = []
-    for cell in of_kind(cells, "rounds-"):
-        ideals = {
-            "list schedule, rows refilled at once": cell["ideal_rounds"],
-            "list schedule, static batches": cell["ideal_rounds_static"],
-        }
-        ideals = {name: {"schedule": {"num_rounds": rounds}} for name, rounds in ideals.items()}
-        for name, found in (cell["systems"] | ideals).items():
-            records.append({"batch_size": cell["batch_size"], "system": name, **found})
-    return records
-
-
-def _milliseconds(timed: Sequence[Cell]) -> pandas.DataFrame:
-    pd = import_extra("pandas", "the report of a study")
-    part_s = pd.DataFrame([cell["time_breakdown"]["part_s"] for cell in timed])
-    return (1e3 * part_s).add_suffix(" ms")
-
-
 def _shares(timed: Sequence[Cell]) -> pandas.DataFrame:
     """Fractions of the wall time by part, a row per cell; the rest is what the parts leave."""
     pd = import_extra("pandas", "the report of a study")
     seconds = pd.DataFrame([cell["time_breakdown"]["seconds"] for cell in timed])
     wall_s = [cell["time_breakdown"]["wall_s"] for cell in timed]
-    shares = seconds.reindex(columns=["draft", "verify", "align", "regroup"]).div(wall_s, axis=0)
-    return shares.assign(rest=1 - shares.sum(axis=1))
-
-
-def _text_table(title: str, frame: pandas.DataFrame) -> TextTable:
-    """A table for a page or a terminal; published ones are quoted."""
-
-    def shown(value: Any) -> str:
-        if value is None or value != value:
-            return NONE
-        if isinstance(value, float):
-            return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
-        return str(value)
-
-    rows = [[shown(value) for value in row] for row in frame.itertuples(index=False)]
-    is_quoted = title.startswith("Published")
-    return TextTable(title=title, header=list(frame), rows=rows, is_quoted=is_quoted)
+    shares = seconds.reindex(columns=["draft", "verify", "align"]).div(wall_s, axis=0)
+    return shares.assign(rest=1 - shares.sum(axis=1)).add_suffix(" share")
 
 
 # ---- plots
 
 
 def make_plots(cells: Cells) -> list[Plot]:
-    """The plots for which there are cells.
-
-    Raises:
-      SettingError: matplotlib is not installed.
-    """
+    """The plots for which there are cells; raises `SettingError` if matplotlib is not installed."""
     pd = import_extra("pandas", "plots")
     plots = []
     named = [cell for cell in of_kind(cells, "decode-") if cell["system"] in NAMED]
     if named:
         # Relative to alternating runs of plain decoding, because cells run one after another and a
         # machine's speed varies.
-        panels = {
-            "tokens/s over plain decoding's": pd.DataFrame(named).pivot(
-                index="batch_size", columns="system", values="ratio_to_plain"
-            ),
-            "published: tokens/s, A100": pd.DataFrame(theirs.SERVING).map(
-                lambda found: found["tokens_per_s"]
-            ),
-        }
+        ratios = pd.DataFrame(named).pivot(
+            index="batch_size", columns="system", values="ratio_to_plain"
+        )
+        panels = {"tokens/s over plain decoding's": ratios}
         plots.append(_plot("throughput", "Throughput against batch size", panels))
-    if found := of_kind(cells, "rounds-"):
-        panels = {
-            f"batch {cell['batch_size']}: rounds for {cell['num_prompts']} prompts": pd.DataFrame(
-                {"rounds": rounds_of(cell) | {"list schedule": cell["ideal_rounds"]}}
-            )
-            for cell in found
-        }
-        caption = "Rounds: the same prompts, tokens and draft length"
-        plots.append(_plot("rounds", caption, panels, kind="barh"))
     if timed := [cell for cell in named if "time_breakdown" in cell]:
         # Negative parts (those that are cheaper inside the loop) cannot be drawn.
         shares = 100 * _shares(timed).clip(lower=0)
         shares.index = pd.Index([f"{cell['system']}, {cell['batch_size']}" for cell in timed])
-        panels = {
-            "% of the wall time, by batch size": shares,
-            "published: %, Vicuna-7B, A100, batch 4": pd.DataFrame(theirs.TIME_BREAKDOWN)
-            .loc[["draft", "verify", "overhead"]]
-            .T,
-        }
+        panels = {"% of the wall time, by batch size": shares}
         plots.append(
             _plot("time-breakdown", "Where the time goes", panels, kind="barh", stacked=True)
         )
@@ -369,19 +244,8 @@ def make_plots(cells: Cells) -> list[Plot]:
             f"% by size of the pool, batch {middle}": rates[rates.batch_size == middle].pivot(
                 index="window_size", columns="of", values="per_cent"
             ),
-            "published: %, Multi30k, pool of 50": pd.DataFrame(theirs.GROUPING),
         }
         plots.append(_plot("grouping", "Grouping rate of the same-length pool, by calls", panels))
-    if found := of_kind(cells, "serving-"):
-        size, names = max(cell["batch_size"] for cell in found), ["p50", "p90", "p99"]
-        ours = {cell["system"]: cell["latency_s"] for cell in found if cell["batch_size"] == size}
-        published = {system: by_size[8] for system, by_size in theirs.SERVING.items()}
-        panels = {
-            f"batch {size}: request latency, s": pd.DataFrame(ours).loc[names],
-            "published: s, A100, batch 8": pd.DataFrame(published).loc[names],
-        }
-        caption = "Request latency under Poisson arrivals"
-        plots.append(_plot("serving", caption, panels, kind="bar", rot=0))
     return plots
 
 
@@ -393,7 +257,7 @@ def _plot(
     kind: str = "line",
     **options: Any,
 ) -> Plot:
-    """Tables drawn side by side, by title; those of published figures are tinted."""
+    """Tables drawn side by side, by title."""
     figure, axes = new_figure(1, len(panels), size=(4.8 * len(panels), 4.2), squeeze=False)
     for each, (title, frame) in zip(axes[0], panels.items(), strict=True):
         # Batch sizes are powers of two: as names they stand at equal distances.
@@ -406,6 +270,4 @@ def _plot(
         )
         if kind == "barh":
             each.invert_yaxis()
-        if title.startswith("published"):
-            each.set_facecolor("#f4f1ea")
     return Plot(name=name, caption=caption, figure=figure)

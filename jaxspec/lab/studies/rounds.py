@@ -10,17 +10,16 @@ differ from the same layout and scheduler here.
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 
 from jaxspec.audit.judge import judge_all
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
-from jaxspec.lab.bench.measure import Bench, Tables
+from jaxspec.lab.bench.measure import case
 from jaxspec.lab.studies.replay import list_scheduling
 from jaxspec.lab.studies.workload import Workload, WorkloadOptions
 from jaxspec.requests.completions import Completion
@@ -51,54 +50,52 @@ ROUNDS: Columns = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SchedulersBench(Bench):
-    """Count rounds of layouts and schedulers, and of EQSPEC and EXSPEC as published."""
+@case("schedulers", {"results": ("rounds", ROUNDS)})
+def schedulers(
+    target: str = "demo-target",
+    draft: str = "demo-draft",
+    prompts: pathlib.Path | None = None,
+    batch_sizes: tuple[int, ...] = (4, 8),
+) -> dict[str, Any]:
+    """Count rounds of layouts and schedulers, and of EQSPEC and EXSPEC as published.
 
-    NAME: ClassVar[str] = "schedulers"
-    TABLES: ClassVar[Tables] = {"results": ("rounds", ROUNDS)}
-
-    target: str = "demo-target"
-    """Any model that `load_model` takes."""
-    draft: str = "demo-draft"
-    """Its draft model, named in the same way."""
-    prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
-    batch_sizes: tuple[int, ...] = (4, 8)
-    """Rows decoded together."""
-
-    def measure(self) -> dict[str, Any]:
-        """Rounds, and whether outputs agree, by batch size and system."""
-        options = WorkloadOptions(
-            target=self.target,
-            draft=self.draft,
-            prompts=self.prompts,
-            limit=32,
-            max_prompt_tokens=64,
-            max_tokens=48,
-        )
-        workload = Workload(options, reference=list)
-        requests = workload.as_requests(workload.in_file_order, options.max_tokens)
-        results = []
-        for batch_size in self.batch_sizes:
-            reference: list[Completion] = []
-            for decoding in workload.decodings(batch_size):
-                if not decoding.speculates:
-                    continue
-                engine = workload.engine(decoding, pool=POOL)
-                completions, result = count_rounds(engine, requests)
-                reference = reference or completions  # ragged, whose bits no neighbour changes
-                own = [completion.acceptance.num_rounds for completion in reference]
-                results.append(
-                    {
-                        "system": decoding.system,
-                        "batch_size": batch_size,
-                        **result,
-                        "ideal_rounds": list_scheduling(own, batch_size),
-                        "num_ties": count_ties(workload.scorer, completions, reference),
-                    }
-                )
-        return {"inputs": workload.inputs, "results": results}
+    Args:
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      prompts: Prompt file; default the sample prompts.
+      batch_sizes: Rows decoded together.
+    """
+    options = WorkloadOptions(
+        target=target, draft=draft, prompts=prompts, limit=32, max_prompt_tokens=64, max_tokens=48
+    )
+    workload = Workload(options, reference=list)
+    requests = workload.as_requests(workload.in_file_order, options.max_tokens)
+    results = []
+    for batch_size in batch_sizes:
+        reference: list[Completion] = []
+        for decoding in workload.decodings(batch_size):
+            if not decoding.speculates:
+                continue
+            engine = workload.engine(decoding, pool=POOL)
+            completions, schedule = count(engine, requests)
+            draft_positions = schedule.pop("draft_positions")
+            total = Acceptance.total([completion.acceptance for completion in completions])
+            reference = reference or completions  # ragged, whose bits no neighbour changes
+            own = [completion.acceptance.num_rounds for completion in reference]
+            results.append(
+                {
+                    "system": decoding.system,
+                    "batch_size": batch_size,
+                    "engine": engine.describe(),
+                    "schedule": schedule,
+                    "acceptance": total.to_json(),
+                    "emitted_per_call": total.num_emitted_tokens / schedule["num_rounds"],
+                    "draft_positions": draft_positions,
+                    "ideal_rounds": list_scheduling(own, batch_size),
+                    "num_ties": count_ties(workload.scorer, completions, reference),
+                }
+            )
+    return {"inputs": workload.inputs, "results": results}
 
 
 def totals(engine: Engine) -> dict[str, int]:
@@ -116,34 +113,6 @@ def count(engine: Engine, requests: Sequence[Request]) -> tuple[list[Completion]
     before = totals(engine)
     completions = list(engine.run(requests))
     return completions, {name: n - before[name] for name, n in totals(engine).items()}
-
-
-def count_rounds(
-    engine: Engine, requests: Sequence[Request]
-) -> tuple[list[Completion], dict[str, Any]]:
-    """The completions of requests, and the rounds and token positions that they took."""
-    completions, schedule = count(engine, requests)
-    draft_positions = schedule.pop("draft_positions")
-    total = Acceptance.total([completion.acceptance for completion in completions])
-    num_prompt_tokens = sum(len(completion.prompt_token_ids) for completion in completions)
-    rounds, batch_size = schedule["num_rounds"], engine.shape.batch_size
-    return completions, {
-        "engine": engine.describe(),
-        "schedule": schedule,
-        "acceptance": total.to_json(),
-        "rows_used": schedule["num_rows"] / (rounds * batch_size),
-        "emitted_per_round": total.emitted_per_round,
-        "emitted_per_call": total.num_emitted_tokens / rounds,
-        "num_prompts": len(requests),
-        "num_prompt_tokens": num_prompt_tokens,
-        "num_tokens": total.num_emitted_tokens,
-        "num_drafted": total.num_draft_tokens,
-        "num_committed": num_prompt_tokens + total.num_emitted_tokens,
-        "target_positions": schedule["num_rows"] * engine.shape.verify_length
-        + num_prompt_tokens
-        - len(requests),
-        "draft_positions": draft_positions,
-    }
 
 
 def count_ties(

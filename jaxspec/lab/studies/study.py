@@ -39,8 +39,6 @@ class Study(WorkloadOptions):
     COMMAND: ClassVar[str] = "study"
     NAME: ClassVar[str] = "published"
 
-    MAY_BE_ZERO: ClassVar[tuple[str, ...]] = ("seed",)
-
     out: pathlib.Path = pathlib.Path("study")
     """Directory for the report (study.html, study.json, plots) and its cells."""
     resume: bool = False
@@ -55,8 +53,6 @@ class Study(WorkloadOptions):
     dtype: Dtype | None = None
     """Dtype of parameters, compute and cache; default: the checkpoint's (on a CPU float32 for
     float16, for the embedded pair and for random presets)."""
-    seed: int = 0
-    """Seed of arrivals and of random prompts."""
 
     def check_out(self) -> None:
         """Raises `SettingError` if the report cannot be written."""
@@ -79,7 +75,6 @@ class Study(WorkloadOptions):
             document = options.document(
                 inputs=running.workload.inputs,
                 models=running.workload.models,
-                is_spec_bench=running.workload.is_spec_bench,
                 is_synthetic=options.oracle is not None,
                 cells=running.store.cells,
                 elapsed_s=running.store.elapsed_s,
@@ -151,8 +146,6 @@ class Running:
             )
         for size in near(1, 4):
             add(f"controls-b{size}", measurements.measure_controls, known, size)
-        for size in near(4, 8):
-            add(f"rounds-b{size}", measurements.measure_rounds, size)
         add("grouping", measurements.measure_grouping, known)
         for size in near(8) if self.options.quick else near(1, 2, 4, 8):
             for decoding in (workload.named(name, size) for name in NAMED):

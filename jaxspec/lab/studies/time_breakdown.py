@@ -1,23 +1,22 @@
 """Where the time of a run goes.
 
-The stages of a round (draft, target, verify, commit), a realignment and a change of rows are
-compiled one by one and timed on rows in mid-decode. The run's counters say how often each was done;
-what they do not explain of its wall time (prefill, the host, what is fused inside the loop) is the
+The stages of a round (draft, target, verify, commit) and a realignment are compiled one by one and
+timed on rows in mid-decode. The run's counters say how often each was done; what they do not
+explain of its wall time (prefill, changes of rows, the host, what is fused inside the loop) is the
 rest, which is negative if a stage is cheaper inside the loop.
 """
 
 from __future__ import annotations
 
 import functools
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxspec.cache import layouts
-from jaxspec.decode.state import put_rows, take_rows
+from jaxspec.decode.state import take_rows
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.lab.bench.measure import Repeated, fill
@@ -30,80 +29,46 @@ NUM_ROUNDS_IN = 4  # rounds decoded before the stages are timed
 NUM_REPEATS = 3
 
 
-def break_down(engine: Engine, requests: Sequence[Request], *, num_rounds: int) -> dict[str, Any]:
-    """Where the time of one run goes: `wall_s`, the seconds of each part alone (`part_s`), and
-    `seconds` of the run by part.
+def break_down(
+    engine: Engine, requests: Sequence[Request], *, schedule: Mapping[str, int], wall_s: float
+) -> dict[str, Any]:
+    """Where the time of a run goes.
 
     Args:
       engine: an idle engine with compiled programs.
-      requests: to run.
-      num_rounds: number of rounds that they take.
-    """
-    before = int(engine.executor.state.schedule.num_realignments)
-    started_s = time.perf_counter()
-    list(engine.run(requests))
-    wall_s = time.perf_counter() - started_s
-    num_realignments = int(engine.executor.state.schedule.num_realignments) - before
-    prompts = [request.prompt_token_ids for request in requests]
-    draft_length = engine.shape.verify_length - 1
-    fill(engine.executor, prompts, requests[0].params, draft_length=draft_length)
-    engine.executor.run(NUM_ROUNDS_IN)
-    parts = time_parts(engine.executor, engine.executor.state)
-    engine.reset()
-    num_regroupings = {
-        "static": 0,
-        "pool": num_rounds,
-        "continuous": len(requests),  # at most: rows that end together are replaced together
-    }[engine.scheduler.name]
-    seconds = {
-        "draft": num_rounds * parts.get("draft", 0.0),
-        "verify": num_rounds * (parts["target"] + parts.get("verify", 0.0)),
-        "align": num_realignments * parts["align"],
-        "regroup": num_regroupings * parts["regroup"],
-    }
-    return {
-        "wall_s": wall_s,
-        "part_s": parts,
-        "num_regroupings": num_regroupings,
-        "seconds": seconds | {"rest": wall_s - sum(seconds.values())},
-    }
-
-
-def time_parts(executor: Executor, state: DecodeState) -> dict[str, float]:
-    """Seconds of one call of each part of a round, alone, on the rows that a round would take.
-
-    Args:
-      executor: the executor whose parts these are.
-      state: of rows in mid-decode; it is copied.
+      requests: of the run.
+      schedule: the run's counters.
+      wall_s: its seconds.
 
     Returns:
-      `draft`, `target` (forward pass and head), `verify` and `commit` of a round (plain decoding
-      has `target` only); `align`, a realignment after rows have emitted different numbers of tokens
-      (0 in the ragged layout); `regroup`, choosing rows, and taking and putting back per-row state
-      (0 if every row is in the batch).
+      `wall_s`; `part_s`, seconds of one call of `draft`, `target` (forward pass and head), `verify`
+      and `commit` of a round (plain decoding has `target` only) and of `align`, a realignment after
+      rows have emitted different numbers of tokens (0 in the ragged layout); and `seconds` of the
+      run by part.
     """
-    parts, shape = executor.parts, executor.shape
-    stages: dict[str, Repeated] = {}
-    view = state
+    executor, parts, shape = engine.executor, engine.executor.parts, engine.shape
+    prompts = [request.prompt_token_ids for request in requests]
+    fill(executor, prompts, requests[0].params, draft_length=shape.verify_length - 1)
+    executor.run(NUM_ROUNDS_IN)
+    view = executor.state
     if executor.num_rows > shape.batch_size:
-
-        def regroup(_, nothing: tuple, state: DecodeState) -> tuple[DecodeState, jax.Array]:
-            rows = parts.scheduler.choose(state, shape.batch_size)
-            state = put_rows(state, rows, take_rows(state, rows))
-            return state, rows  # something to wait for
-
-        stages["regroup"] = Repeated(regroup, (), (), jax.tree.map(jnp.copy, state))
-        rows = parts.scheduler.choose(state, shape.batch_size)
-        view = take_rows(state, rows)
+        view = take_rows(view, parts.scheduler.choose(view, shape.batch_size))
+    stages = round_stages(parts, view)
+    del stages["round"]
     if parts.layout == "aligned":
         stages["align"] = _alignment(executor, view)
-    stages |= round_stages(parts, view)
-    del stages["round"]
     turns = time_loops(stages, NUM_REPEATS)
-    seconds = {name: turns.median_s(name) for name in stages}
-    if "align" in seconds:
-        seconds["align"] /= 2  # there and back
-    return {"regroup": 0.0, "align": 0.0} | seconds
+    part_s = {"align": 0.0} | {name: turns.median_s(name) for name in stages}
+    part_s["align"] /= 2  # there and back
+    engine.reset()
+    num_rounds = schedule["num_rounds"]
+    seconds = {
+        "draft": num_rounds * part_s.get("draft", 0.0),
+        "verify": num_rounds * (part_s["target"] + part_s.get("verify", 0.0)),
+        "align": schedule["num_realignments"] * part_s["align"],
+    }
+    seconds["rest"] = wall_s - sum(seconds.values())
+    return {"wall_s": wall_s, "part_s": part_s, "seconds": seconds}
 
 
 def _alignment(executor: Executor, view: DecodeState) -> Repeated:

@@ -2,32 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import itertools
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
-import jax
 import numpy as np
 
 from jaxspec.audit.scoring import Scorer
 from jaxspec.cache.layouts import LAYOUTS, Layout
-from jaxspec.checkpoint.format import is_converted
-from jaxspec.checkpoint.manifest import read_manifest
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import CheckpointError
-from jaxspec.kernels.base import unpacked
 from jaxspec.lab.bench.measure import PairBench
 from jaxspec.lab.studies import published
-from jaxspec.load.models import cached_models, load_model
-from jaxspec.models.base import Model
+from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -36,12 +29,6 @@ from jaxspec.schedulers import Continuous, Pool, Static
 Cell: TypeAlias = dict[str, Any]
 Cells: TypeAlias = Mapping[str, Cell]
 
-# The file that the published study decodes, by its hash.
-SPEC_BENCH = {
-    "sha256": "4b6d33e79484f9841c487ee87d1cf6aa8c6066f61d5d482ff09e5a007fafdf04",
-    "source": "github.com/hemingkx/Spec-Bench, data/spec_bench/question.jsonl",
-    "commit": "fd2c1cd7d2201ef71db4c5f4e455008f017967bf",
-}
 SCHEDULERS = ("static", "pool", "continuous")
 PUBLISHED: dict[str, tuple[Layout, str]] = {
     "EQSPEC": ("aligned", "static"),
@@ -56,11 +43,6 @@ def of_kind(cells: Cells, prefix: str) -> list[Cell]:
     return [cell for name, cell in cells.items() if name.startswith(prefix)]
 
 
-def rounds_of(cell: Cell) -> dict[str, int]:
-    """The rounds of each system of a cell that compares several."""
-    return {name: system["schedule"]["num_rounds"] for name, system in cell["systems"].items()}
-
-
 def nearest(wanted: int, sizes: Iterable[int]) -> int:
     """The size nearest to the wanted one."""
     return min(sizes, key=lambda size: abs(size - wanted))
@@ -71,8 +53,7 @@ class WorkloadOptions(PairBench):
     """Options for what is decoded, and for the shapes of the engines."""
 
     prompts: pathlib.Path | None = None
-    """Prompt file; Spec-Bench's question.jsonl is recognised by its hash. Default: the sample
-    prompts."""
+    """Prompt file, such as Spec-Bench's question.jsonl; default the sample prompts."""
     limit: int | None = None
     """Use only this many prompts, from the beginning of the file."""
     max_prompt_tokens: int = 1024
@@ -88,7 +69,7 @@ class WorkloadOptions(PairBench):
     quick: ClassVar[bool] = False
     repeats: ClassVar[int] = 1
     oracle: ClassVar[float | None] = None
-    seed: ClassVar[int] = 0
+    seed: ClassVar[int] = 0  # of arrivals and of random prompts
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -139,12 +120,11 @@ class Workload:
     def __init__(self, options: WorkloadOptions, reference: Callable[[], list[list[int]]]):
         self.options, self._reference = options, reference
         lines, self.inputs = load_prompts(options.prompts, options.limit)
-        self.is_spec_bench = SPEC_BENCH["sha256"] in self.inputs.values()
         self.target = load_model(options.target, dtype=options.dtype)
         self.draft = load_model(options.draft, dtype=options.dtype)
         self.models = {
-            "target": identity(options.target, self.target),
-            "draft": identity(options.draft, self.draft),
+            name: weights_digest(model.params)
+            for name, model in (("target", self.target), ("draft", self.draft))
         }
         if self.target.tokenizer is None:
             self.prompts = self.in_file_order = self._random_prompts(len(lines))
@@ -165,17 +145,10 @@ class Workload:
     # ---- requests
 
     def requests(self, batch_size: int) -> list[Request]:
-        """A quick study decodes three times as many requests as there are rows, at least 24; if
-        there are fewer prompts, they are repeated, each time cut by eight more tokens."""
-        num = max(24, 3 * batch_size) if self.options.quick else len(self.prompts)
-        if self.options.limit is not None:
-            num = min(num, self.options.limit)
-        prompts = []
-        for index in range(num):
-            turn, place = divmod(index, len(self.prompts))
-            prompts.append(self.prompts[place][: max(1, self.options.max_prompt_tokens - 8 * turn)])
+        """All prompts; in a quick study three times as many as there are rows, at least 24."""
+        num = max(24, 3 * batch_size) if self.options.quick else None
         # The embedded pair writes until it is stopped; so do random weights.
-        return self.as_requests(prompts, self.options.max_tokens)
+        return self.as_requests(self.prompts[:num], self.options.max_tokens)
 
     def as_requests(self, prompts: Sequence[tuple[int, ...]], max_tokens: int) -> list[Request]:
         """Greedy requests."""
@@ -231,14 +204,15 @@ class Workload:
         schedulers = {"static": Static(), "pool": Pool(num_pooled), "continuous": Continuous()}
         settings: dict[str, Any] = {}
         if decoding.speculates:
-            drafter: Any = DraftModel(self.draft)
+            kind, oracle = DraftModel, Oracle
             if decoding.is_published:
-                drafter = published.RereadingDraftModel(self.draft)
+                kind, oracle = published.PublishedDraftModel, published.PublishedOracle
                 settings["verifier"] = published.WithoutBonus()
+            drafter: Drafter = kind(self.draft)
             if is_oracle and self.options.oracle is not None:
-                drafter = self._oracle(drafter, self.options.oracle)
-            if decoding.is_published:
-                drafter = published.BatchMinimum(drafter)
+                drafter = oracle(
+                    self._known_outputs(), acceptance=self.options.oracle, cost_of=drafter
+                )
             settings |= {"drafter": drafter, "draft_length": self.options.draft_length}
         engine = Engine(
             self.target,
@@ -253,15 +227,13 @@ class Workload:
         engine.generate([[0, 0]], SamplingParams(max_tokens=2))
         return engine
 
-    def _oracle(self, cost: DraftModel, acceptance: float) -> Oracle:
-        """An oracle that drafts what the target will emit, right with the given probability, at the
-        cost of `cost`."""
+    def _known_outputs(self) -> list[tuple[int, ...]]:
+        """Prompts and what the target will emit after them, for an oracle."""
         requests = self.requests(max(self.options.batch_sizes))
-        sequences = [
+        return [
             request.prompt_token_ids + tuple(output)
             for request, output in zip(requests, self._reference(), strict=True)
         ]
-        return Oracle(sequences, acceptance=acceptance, cost_of=cost)
 
     @functools.cached_property
     def scorer(self) -> Scorer:
@@ -277,25 +249,3 @@ def _in_turn(lines: Sequence[PromptLine]) -> list[PromptLine]:
         by_category.setdefault(name, []).append(line)
     turns = itertools.zip_longest(*by_category.values())
     return [line for turn in turns for line in turn if line is not None]
-
-
-def identity(name: str, model: Model) -> dict[str, Any]:
-    """Identifies a checkpoint: a digest of its parameters as they are used, and the revision if it
-    was downloaded."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
-        digest.update(np.asarray(leaf).tobytes())
-    return {
-        "name": pathlib.Path(name).name if os.path.isdir(name) else name,
-        "sha256": digest.hexdigest(),
-        "revision": _revision(name),
-    }
-
-
-def _revision(name: str) -> str | None:
-    """Commit of a hub id that was converted, or of the source of a converted directory."""
-    if is_converted(name):
-        with contextlib.suppress(CheckpointError):
-            return read_manifest(name).revision
-    return next((model.revision for model in cached_models() if model.source == name), None)

@@ -13,7 +13,7 @@ The sizes make a cross: all `layers` at the first of `widths`, and all `widths` 
 decoded at every batch size; the others with the first seed.
 """
 
-from jaxspec.lab.studies.scaling.cells import CELLS, Running, lacks
+from jaxspec.lab.studies.scaling.cells import CELLS, Running
 from jaxspec.lab.studies.scaling.document import analyse, read_rows
 from jaxspec.lab.studies.scaling.report import print_report, write_report
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
@@ -26,7 +26,6 @@ __all__ = [
     "ScalingStudy",
     "Shape",
     "analyse",
-    "lacks",
     "print_report",
     "read_rows",
     "write_report",

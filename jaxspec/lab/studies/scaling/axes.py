@@ -24,13 +24,7 @@ from jaxspec.lab.studies.scaling.fits import (
     quadratic_term,
     weights_of,
 )
-from jaxspec.lab.studies.scaling.gates import (
-    MOST_ALL_ACCEPTED,
-    Gate,
-    check_gates,
-    holds_zero,
-    word_for,
-)
+from jaxspec.lab.studies.scaling.gates import MOST_ALL_ACCEPTED, check_gates, holds_zero
 
 if TYPE_CHECKING:
     import pandas
@@ -172,7 +166,8 @@ def fit_axis(
             f"There is one seed ({seeds[0]}), so the intervals cover differences between prompts, "
             "but not between training runs; train at least 3."
         )
-    word = word_for(gates)
+    failing = [gate["name"] for gate in gates if not gate["passes"]]
+    word = "trend" if failing else "law"
     residuals = drawn[0] - LINE.predict(LINE.fit(x, drawn[0], weights), x)
     return {
         "axis": axis.name,
@@ -183,15 +178,14 @@ def fit_axis(
         "seeds": [int(seed) for seed in seeds],
         "points": _points(rows, column, x, drawn),
         "slope_per_decade": slope,
-        "direction": "flat" if holds_zero(slope) else "grows" if slope["value"] > 0 else "falls",
         "curvature": curvature,
         "fits": fits,
         "weights": weights.tolist(),
         "residuals": residuals.tolist(),
         "band": _band(x, drawn, weights, beyond),
-        "gates": [dataclasses.asdict(gate) for gate in gates],
+        "gates": gates,
         "word": word,
-        "sentence": _sentence(axis, slope, word, gates, response),
+        "sentence": _sentence(axis, slope, word, failing, response),
         "notes": notes,
     }
 
@@ -278,11 +272,10 @@ def _band(
 
 
 def _sentence(
-    axis: Axis, slope: dict[str, float], word: str, gates: Sequence[Gate], response: str
+    axis: Axis, slope: dict[str, float], word: str, failing: Sequence[str], response: str
 ) -> str:
     unit = "tokens per round" if response == "tau" else "logits of the rate"
     of = "training tokens" if axis.name == "tokens" else axis.name
-    failing = [gate.name for gate in gates if not gate.passes]
     why = f" The gates that fail: {', '.join(failing)}." if failing else " All gates pass."
     return (
         f"{axis.fixed}: {slope['value']:+.3f} {unit} for ten times the {of} "

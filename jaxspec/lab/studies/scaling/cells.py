@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import os
@@ -18,7 +17,6 @@ from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
 from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
 from jaxspec.lab.bench.measure import Say
-from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
     Decoder,
@@ -28,7 +26,6 @@ from jaxspec.lab.studies.scaling.decoding import (
     rows_of,
 )
 from jaxspec.lab.studies.scaling.drafters import Drafters
-from jaxspec.lab.studies.scaling.estimators import BY_POSITION, COUNTS, DECODING, DRAFTER
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
@@ -36,30 +33,12 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.environment import provenance
 
 CELLS = "cells.json"  # in the output directory
-FAMILY = "draft_model"
 # Options that say which cells there are, or how well they are timed, and not what a cell holds.
 _CHOOSE_CELLS = (
     "layers", "widths", "tokens", "first_seed_tokens", "other_tokens", "seeds", "batch_sizes",
-    "time_draft_lengths", "repeats", "epochs", "rows", "times", "quick",
+    "time_draft_lengths", "repeats", "epochs", "rows", "quick",
 )  # fmt: skip
-
-# By the beginning of a cell's name, what it holds; all other cells are a drafter's.
-_FIELDS = {
-    "batch": ("batch_size", "num_compared", "num_equal_to_plain", "num_same_counts"),
-    "ceilings": tuple(field.name for field in dataclasses.fields(Ceilings)),
-    "times": ("batch", "draft_length", "context", "round_s", "draft_s", "target_s", "verify_s"),
-}
-_OF_A_DRAFTER = ("drafter", "rows", "num_compared_with_plain", "num_equal_to_plain")
-
-
-def lacks(name: str, cell: Cell) -> str | None:
-    """A field that the cell of this name should hold and does not."""
-    parts = [(_FIELDS.get(name.split("-")[0], _OF_A_DRAFTER), cell)]
-    if "rows" in cell:
-        parts.append((("target", *DRAFTER), cell.get("drafter", {})))
-        of_rows = "domain", "prompt", *DECODING, *COUNTS, *BY_POSITION
-        parts += [(of_rows, row) for row in cell["rows"]]
-    return next((field for fields, part in parts for field in fields if field not in part), None)
+_FORMAT = 1  # of the cells; a file with cells of another format is not resumed
 
 
 class Running:
@@ -87,6 +66,7 @@ class Running:
         for name in _CHOOSE_CELLS:
             del config[name]
         header = {
+            "format": _FORMAT,
             "config": config | {"reference": settings.reference.name},
             "inputs": self.inputs,
             "models": self.models,
@@ -108,7 +88,7 @@ class Running:
 
     def measure(self, *, say: Say) -> None:
         """Trains and measures what is missing."""
-        self.store.run(self.cells(), say=say, lacks=lacks)
+        self.store.run(self.cells(), say=say)
 
     def cells(self) -> dict[str, Callable[[], Cell]]:
         """What measures each cell, by name."""
@@ -123,7 +103,6 @@ class Running:
         for batch_size in settings.batch_sizes:
             name = f"batch-{batch_size}-{most}"
             found[name] = functools.partial(self.measure_batch, batch_size)
-        found["ceilings"] = self.measure_ceilings
         for batch_size, length in itertools.product(
             settings.batch_sizes, (0, *settings.time_draft_lengths)
         ):
@@ -164,7 +143,6 @@ class Running:
         return {
             "target": self.settings.document()["config"]["target"],
             "drafter": shape.name,
-            "family": FAMILY,
             "num_params": num_params,
             "num_params_without_embedding": (
                 num_params - draft.config.vocab_size * draft.config.width
@@ -172,8 +150,6 @@ class Running:
             "num_layers": shape.num_layers,
             "width": shape.width,
             "training_tokens": result["tokens"],
-            # Six per weight and token, the tied head's included; the teacher's are not counted.
-            "training_flops": 6.0 * num_params * result["tokens"],
             "recipe": self.drafters.recipe,
             "seed": seed,
             "held_out_loss": float(np.mean([result["held_out_loss"][n] for n in of_text])),
@@ -213,8 +189,7 @@ class Running:
         }
 
     def measure_times(self, batch_size: int, draft_length: int) -> Cell:
-        """Seconds of a round and of its stages of the reference drafter, or at draft length 0 of a
-        plain round of one token."""
+        """Seconds of a round of the reference drafter, or at draft length 0 of a plain round."""
         settings = self.settings
         draft = self.drafters.model(*settings.longest_trained)
         bench = DecodeBench(
@@ -232,20 +207,10 @@ class Running:
         return {
             "batch": batch_size,
             "draft_length": draft_length,
-            "context": bench.context,
             "round_s": measured["round_ms"] / 1e3,
-            **{
-                f"{name}_s": measured["stages_ms"][name] / 1e3
-                for name in ("draft", "target", "verify")
-            },
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
             "cpu_count": os.cpu_count(),
         }
-
-    def measure_ceilings(self) -> Cell:
-        """What the device does at best, at the size of the target's weights."""
-        work = forward_pass(self.target, batch=1, window=1, context=1)
-        return dataclasses.asdict(measure_ceilings(work.weight_bytes, self.target.dtype))
 
 
 def _name(shape: Shape, seed: int, tokens: int) -> str:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 RESPONSES = ("auto", "tau", "logit")
 SIZE = ("num_layers", "width")
-SAME_TOKENS = 0.02  # token counts that differ by less are one point
 
 
 def read_rows(path: pathlib.Path) -> pandas.DataFrame:
@@ -73,8 +72,7 @@ def analyse(
         `estimators.NEEDED`. `overlap`, `greedy_agreement` and `held_out_loss` are used if they are
         there, and `last_emitted`, the tokens of an output's last round, must be there if outputs
         end otherwise than by length.
-      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`; with those of
-        `batch.predict_times` the cost model's draft lengths are compared with the measured ones.
+      times: one per drafter, batch and draft length, the columns of `batch.NEEDED`.
       num_draws: of the cluster bootstrap over prompts and seeds.
       seed: of its draws.
       response: what is fitted: `tau`, the `logit` of the rate, or `auto`: tau, unless whole drafts
@@ -94,7 +92,7 @@ def analyse(
             f"{num_draws} draws and {decades_beyond:g} decades beyond the largest point were "
             "given; take at least 100 draws, and 0 or more decades."
         )
-    rows = _with_common_tokens(estimate(check_rows(rows)))
+    rows = estimate(check_rows(rows))
     rows = rows.sort_values([*SIZE, *DRAFTER, *DECODING, "prompt"], ignore_index=True)
     drafters = [str(name) for name in rows.drafter.unique()]
     if times is not None:
@@ -159,16 +157,6 @@ def _in_short(axis: dict[str, Any]) -> dict[str, Any]:
     names = ("axis", "fixed", "title", "response", "slope_per_decade", "word", "sentence")
     points = [{"x": point["x"], "tau": point["tau"]} for point in axis["points"]]
     return {name: axis[name] for name in names} | {"points": points}
-
-
-def _with_common_tokens(rows: pandas.DataFrame) -> pandas.DataFrame:
-    """Token counts of one point, which may differ by a batch between runs, as one number."""
-    common: dict[int, int] = {}
-    point = 0
-    for tokens in sorted(int(each) for each in rows.training_tokens.unique()):
-        point = point if point and tokens <= point * (1.0 + SAME_TOKENS) else tokens
-        common[tokens] = point
-    return rows.assign(training_tokens=rows.training_tokens.astype(int).map(common))
 
 
 def _decodings(rows: pandas.DataFrame) -> list[tuple[dict[str, Any], pandas.DataFrame]]:

@@ -2,30 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 LEAST_POINTS, LEAST_DECADES, LEAST_SEEDS = 5, 1.5, 3
 MOST_ALL_ACCEPTED = 0.10
 MOST_DECADES_BEYOND = 1.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Gate:
-    """One condition.
-
-    Attributes:
-      name: of it.
-      requirement: what must hold.
-      found: what was found, with its number.
-      passes: whether it holds.
-    """
-
-    name: str
-    requirement: str
-    found: str
-    passes: bool
 
 
 def check_gates(
@@ -38,8 +20,9 @@ def check_gates(
     response: str,
     num_seeds: int,
     decades_beyond: float,
-) -> list[Gate]:
-    """The gates of an axis.
+) -> list[dict[str, Any]]:
+    """The gates of an axis: their `name`, the `requirement`, what was `found`, and whether it
+    `passes`.
 
     Args:
       num_points: n.
@@ -62,53 +45,50 @@ def check_gates(
     if curvature is not None:
         curve_found = "{value:+.3f} ({low:+.3f} to {high:+.3f})".format_map(curvature)
     is_logit = response == "logit"
-    return [
-        Gate(
+    gates = [
+        (
             "points",
             f"at least {LEAST_POINTS} over at least {LEAST_DECADES} decades",
             f"{num_points} over {decades:.2f}",
             # Token counts are whole batches, so 32 times as many may be 31.9 times.
             num_points >= LEAST_POINTS and decades >= LEAST_DECADES - 0.01,
         ),
-        Gate(
+        (
             "largest point held out",
             "inside the 95 % prediction interval of the others",
             held_found,
             held_out is not None and held_out["is_inside"],
         ),
-        Gate(
+        (
             "no curvature",
             "the 95 % interval of a quadratic term holds 0",
             curve_found,
             curvature is not None and holds_zero(curvature),
         ),
-        Gate(
+        (
             "not saturated",
             f"P(all accepted) < {MOST_ALL_ACCEPTED:.2f} at the largest point, or the logit of the "
             "rate is fitted",
             f"{all_accepted:.3f}{', and the logit of the rate is fitted' if is_logit else ''}",
             all_accepted < MOST_ALL_ACCEPTED or is_logit,
         ),
-        Gate(
+        (
             "seeds",
             f"at least {LEAST_SEEDS} at every point",
             str(num_seeds),
             num_seeds >= LEAST_SEEDS,
         ),
-        Gate(
+        (
             "extrapolation",
             f"at most {MOST_DECADES_BEYOND:g} decade, and marked",
             f"{decades_beyond:g}",
             decades_beyond <= MOST_DECADES_BEYOND,
         ),
     ]
+    fields = "name", "requirement", "found", "passes"
+    return [dict(zip(fields, gate, strict=True)) for gate in gates]
 
 
 def holds_zero(interval: Mapping[str, float]) -> bool:
     """Whether 0 lies between the ends `low` and `high`."""
     return interval["low"] <= 0.0 <= interval["high"]
-
-
-def word_for(gates: Sequence[Gate]) -> str:
-    """`law` where all pass, else `trend`."""
-    return "law" if all(gate.passes for gate in gates) else "trend"

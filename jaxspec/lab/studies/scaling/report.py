@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.lab.plots import BLUE, GREY, ORANGE
+from jaxspec.lab.studies.scaling.estimators import OPTIONAL
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.runtime.documents import write_document
 from jaxspec.runtime.environment import load_remark
 from jaxspec.runtime.report import GOOD as GREEN
-from jaxspec.runtime.report import NONE, Columns, Plot, TextTable, new_figure, write_page
+from jaxspec.runtime.report import Columns, Plot, TextTable, new_figure, write_page
 
 LABELS = {
     "tokens": "training tokens",
@@ -55,10 +56,10 @@ def write_html(document: Document, page: pathlib.Path) -> None:
         page,
         title="Scaling study of acceptance",
         verdict=of_main,
-        summary=slopes_table(main_axes(document)),
+        summary=slopes_table(document),
         findings=findings(document),
         paragraphs=PARAGRAPHS,
-        tables=[setup_table(document), *make_tables(document)],
+        tables=make_tables(document),
         plots=make_plots(document),
     )
 
@@ -75,11 +76,9 @@ PARAGRAPHS = (
 
 def print_report(document: Document, console: Console) -> None:
     """Slopes, gates and findings, on a terminal."""
-    console.print(slopes_table(main_axes(document)))
-    for axis in main_axes(document):
-        console.print(gates_table(axis))
-    if document["batch"]:
-        console.print(batch_table(document["batch"]))
+    gates = map(gates_table, main_axes(document))
+    for table in (slopes_table(document), *gates, *batch_tables(document)):
+        console.print(table)
     for sentence in findings(document):
         console.print(f"- {sentence}", markup=False, highlight=False)
 
@@ -94,7 +93,9 @@ def main_axes(document: Document) -> list[Axis]:
 
 def findings(document: Document) -> list[str]:
     """Sentences, each from figures of the document."""
-    found = [_about(axis) for axis in main_axes(document)]
+    found = [
+        f"{LABELS[axis['axis']].capitalize()}, {axis['sentence']}" for axis in main_axes(document)
+    ]
     if checks := document.get("checks"):
         found.append(
             "{num_equal_to_plain} of {num_compared_with_plain} greedy and coupled outputs are "
@@ -106,150 +107,19 @@ def findings(document: Document) -> list[str]:
         listed = ", ".join(f"{each['best']} at batch {each['batch']}" for each in cell["batches"])
         how = "falls" if cell["falls"] else "does not fall"
         found.append(f"{cell['drafter']}: the best draft length {how} with the batch: {listed}.")
-        if (remark := _about_load(cell["batches"])) is not None:
+        loads = [each["load_average"] for each in cell["batches"] if "load_average" in each]
+        if loads and (remark := load_remark(max(loads), cell["batches"][0]["cpu_count"])):
             found.append(f"{cell['drafter']}: {remark}")
-        if cell["prediction"] is not None:
-            found.append(
-                "The cost model's rounds are off by {round_error_median:.0%} in the median and "
-                "{round_error_worst:.0%} at worst; it takes the best draft length at "
-                "{num_same_best} of {num_batches} batch sizes, and loses at most {worst_loss:.1%} "
-                "of the tokens per second where it does not.".format_map(cell["prediction"])
-            )
     notes = [*document["notes"], *(f"{axis['title']}: {note}" for axis in main_axes(document)
                                    for note in axis["notes"])]  # fmt: skip
     return [*found, *dict.fromkeys(notes)]
 
 
-def _about_load(batches: Sequence[dict[str, Any]]) -> str | None:
-    """Which of the times were taken while other work ran."""
-    known = [each for each in batches if "load_average" in each]
-    loaded = {
-        each["batch"]: remark
-        for each in sorted(known, key=lambda each: each["load_average"])
-        if (remark := load_remark(each["load_average"], each["cpu_count"])) is not None
-    }
-    if not loaded:
-        return None
-    *_, busiest = loaded.values()
-    return f"{busiest} That concerns batch {', '.join(map(str, sorted(loaded)))}."
-
-
-def _about(axis: Axis) -> str:
-    return f"{LABELS[axis['axis']].capitalize()}, {axis['sentence']}"
-
-
 # ---- tables
 
 
-def slopes_table(axes: Sequence[Axis]) -> TextTable:
-    """A line per axis: slope, held-out errors, gates."""
-    columns: Columns = {
-        "axis": "{title}",
-        "points": lambda axis: len(axis["points"]),
-        "seeds": lambda axis: len(axis["seeds"]),
-        "fitted": "{response}",
-        "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
-        "error held out: log-linear": lambda axis: _error(axis, "log-linear"),
-        "saturating": lambda axis: _error(axis, "saturating"),
-        "power law": lambda axis: _error(axis, "power law of 1 - alpha"),
-        "gates": lambda axis: f"{_num_passing(axis)} of {len(axis['gates'])}",
-        "word": "{word}",
-    }
-    return TextTable.of_columns("What acceptance gains", columns, axes)
-
-
-def gates_table(axis: Axis) -> TextTable:
-    """A line per gate of an axis."""
-    columns: Columns = {
-        "gate": "{name}",
-        "must hold": "{requirement}",
-        "found": "{found}",
-        "": lambda gate: "pass" if gate["passes"] else "FAIL",
-    }
-    title = f"Gates, {axis['title']}: a {axis['word']}"
-    return TextTable.of_columns(title, columns, axis["gates"])
-
-
-def points_table(axis: Axis) -> TextTable:
-    """A line per point of an axis."""
-    columns: Columns = {
-        LABELS[axis["axis"]]: "{x:,.0f}",
-        "fitted": lambda point: _interval(point["response"], ".3f"),
-        "tau": "{tau:.3f}",
-        "emitted per round": "{emitted_per_round:.3f}",
-        "rate": "{rate:.3f}",
-        "all accepted": "{all_accepted:.3f}",
-        "overlap": "{overlap:.3f}",
-        "greedy agreement": "{greedy_agreement:.3f}",
-        "held-out loss": "{held_out_loss:.3f}",
-    }
-    return TextTable.of_columns(f"Points, {axis['title']}", columns, axis["points"])
-
-
-def fits_table(axis: Axis) -> TextTable:
-    """A line per curve of an axis."""
-    columns: Columns = {
-        "curve": "{formula}",
-        "parameters": lambda fit: ", ".join(
-            f"{name} {value:.4g}" for name, value in fit["params"].items()
-        ),
-        "R^2": "{r_squared:.4f}",
-        "error held out": lambda fit: _signed(fit["held_out"]),
-        "extrapolated to": "{extrapolated[x]:,.0f}",
-        "gives": lambda fit: _interval(fit["extrapolated"], ".3f"),
-    }
-    return TextTable.of_columns(f"Curves, {axis['title']}", columns, axis["fits"])
-
-
-def batch_table(found: Sequence[dict[str, Any]]) -> TextTable:
-    """A line per drafter and batch: the best draft length."""
-    rows = [{"drafter": of["drafter"], **cell} for of in found for cell in of["batches"]]
-    columns: Columns = {
-        "drafter": "{drafter}",
-        "batch": "{batch}",
-        "best draft length": "{best}",
-        "95 % interval": "{low} to {high}",
-        "speed-up": "{speedup:.2f}",
-        "predicted": "{predicted_best}",
-        "lost by the prediction": "{lost_by_prediction:.1%}",
-        "load average": "{load_average:.1f}",
-    }
-    return TextTable.of_columns("The draft length that pays, by batch size", columns, rows)
-
-
-def setup_table(document: Document) -> TextTable:
-    """What was studied."""
-    values = {
-        "target": document["target"],
-        "drafters": ", ".join(document["drafters"]),
-        "seeds": ", ".join(map(str, document["seeds"])),
-        "rows": f"{document['num_rows']:,}",
-        "decoding of the plots": _decoding(document["main_decoding"]),
-        "bootstrap": f"{document['num_draws']} draws of prompts and seeds",
-    }
-    values |= {name: str(value) for name, value in document["made_by"].items()}
-    return TextTable.of_values("Setup", values)
-
-
-def make_tables(document: Document) -> list[TextTable]:
-    """All tables of the page, without the first."""
-    axes = main_axes(document)
-    others = [axis for axis in document["axes"] if not axis["is_main"]]
-    tables = [make(axis) for axis in axes for make in (gates_table, points_table, fits_table)]
-    if document["batch"]:
-        tables.append(batch_table(document["batch"]))
-    if others:
-        columns: Columns = {
-            "decoding": lambda axis: _decoding(axis["decoding"]),
-            "axis": "{title}",
-            "points": lambda axis: len(axis["points"]),
-            "fitted": "{response}",
-            "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
-            "word": "{word}",
-        }
-        title = "What acceptance gains, other ways of decoding"
-        tables.append(TextTable.of_columns(title, columns, others))
-    return tables
+def _interval(found: dict[str, Any], form: str = ".3f") -> str:
+    return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
 
 
 def _decoding(decoding: dict[str, Any]) -> str:
@@ -258,20 +128,91 @@ def _decoding(decoding: dict[str, Any]) -> str:
     ).format_map(decoding)
 
 
-def _num_passing(axis: Axis) -> int:
-    return sum(gate["passes"] for gate in axis["gates"])
+SLOPES: Columns = {
+    "axis": "{title}",
+    "points": lambda axis: len(axis["points"]),
+    "fitted": "{response}",
+    "per tenfold": lambda axis: _interval(axis["slope_per_decade"], "+.3f"),
+    "word": "{word}",
+}
+GATES: Columns = {
+    "gate": "{name}",
+    "must hold": "{requirement}",
+    "found": "{found}",
+    "": lambda gate: "pass" if gate["passes"] else "FAIL",
+}
+POINTS: Columns = {
+    "x": "{x:,.0f}",
+    "fitted": lambda point: _interval(point["response"]),
+    **{
+        name.replace("_", " "): f"{{{name}:.3f}}"
+        for name in ("tau", "emitted_per_round", "rate", "all_accepted", *OPTIONAL)
+    },
+}
+CURVES: Columns = {
+    "curve": "{formula}",
+    "parameters": lambda fit: ", ".join(f"{name} {x:.4g}" for name, x in fit["params"].items()),
+    "R^2": "{r_squared:.4f}",
+    "error held out": "{held_out[error]:+.3f}",
+    "extrapolated to": "{extrapolated[x]:,.0f}",
+    "gives": lambda fit: _interval(fit["extrapolated"]),
+}
+BATCHES: Columns = {
+    "batch": "{batch}",
+    "best draft length": "{best}",
+    "95 % interval": "{low} to {high}",
+    "speed-up": "{speedup:.2f}",
+    "load average": "{load_average:.1f}",
+}
 
 
-def _interval(found: dict[str, Any], form: str) -> str:
-    return f"{found['value']:{form}} ({found['low']:{form}} to {found['high']:{form}})"
+def slopes_table(document: Document) -> TextTable:
+    """A line per main axis."""
+    return TextTable.of_columns("What acceptance gains", SLOPES, main_axes(document))
 
 
-def _signed(held_out: dict[str, Any] | None) -> str:
-    return NONE if held_out is None else f"{held_out['error']:+.3f}"
+def gates_table(axis: Axis) -> TextTable:
+    """A line per gate of an axis."""
+    title = f"Gates, {axis['title']}: a {axis['word']}"
+    return TextTable.of_columns(title, GATES, axis["gates"])
 
 
-def _error(axis: Axis, form: str) -> str:
-    return next((_signed(fit["held_out"]) for fit in axis["fits"] if fit["form"] == form), NONE)
+def batch_tables(document: Document) -> list[TextTable]:
+    """For each drafter with times, a line per batch size."""
+    return [
+        TextTable.of_columns(
+            f"The draft length that pays, by batch size, {found['drafter']}",
+            BATCHES,
+            found["batches"],
+        )
+        for found in document["batch"] or ()
+    ]
+
+
+def make_tables(document: Document) -> list[TextTable]:
+    """All tables of the page, without the first."""
+    values = {
+        "target": document["target"],
+        "drafters": ", ".join(document["drafters"]),
+        "seeds": ", ".join(map(str, document["seeds"])),
+        "rows": f"{document['num_rows']:,}",
+        "decoding of the plots": _decoding(document["main_decoding"]),
+        "bootstrap": f"{document['num_draws']} draws of prompts and seeds",
+        **{name: str(value) for name, value in document["made_by"].items()},
+    }
+    tables = [TextTable.of_values("Setup", values)]
+    for axis in main_axes(document):
+        tables += [
+            gates_table(axis),
+            TextTable.of_columns(f"Points, {axis['title']}", POINTS, axis["points"]),
+            TextTable.of_columns(f"Curves, {axis['title']}", CURVES, axis["fits"]),
+        ]
+    tables += batch_tables(document)
+    if others := [axis for axis in document["axes"] if not axis["is_main"]]:
+        columns = {"decoding": lambda axis: _decoding(axis["decoding"]), **SLOPES}
+        title = "What acceptance gains, other ways of decoding"
+        tables.append(TextTable.of_columns(title, columns, others))
+    return tables
 
 
 # ---- plots
@@ -288,10 +229,7 @@ def make_plots(document: Document) -> list[Plot]:
     ranked = sorted(axes, key=lambda axis: (len(axis["seeds"]), len(axis["points"])), reverse=True)
     drawn = {axis["axis"]: axis for axis in reversed(ranked)}
     plots = [_plot_axis(drawn[name]) for name in LABELS if name in drawn]
-    if len(of_tokens := [axis for axis in axes if axis["axis"] == "tokens"]) > 1:
-        plots.append(_plot_drafters(of_tokens))
-    plots.append(_plot_positions(document["acceptance_by_position"]))
-    return [*plots, *map(_plot_widths, document["batch"] or ())]
+    return [*plots, _plot_positions(document["acceptance_by_position"])]
 
 
 def _plot_axis(axis: Axis) -> Plot:
@@ -324,16 +262,6 @@ def _plot_axis(axis: Axis) -> Plot:
     return Plot(name=axis["axis"], caption=caption, figure=figure)
 
 
-def _plot_drafters(axes: Sequence[Axis]) -> Plot:
-    figure, each = new_figure()
-    for axis in axes:
-        x, found = zip(*((point["x"], point["tau"]) for point in axis["points"]), strict=True)
-        each.plot(x, found, "o-", markersize=3, linewidth=1, label=axis["fixed"])
-    each.set(xscale="log", xlabel="training tokens", ylabel="tokens per round (tau)")
-    each.legend(frameon=False, fontsize=7)
-    return Plot(name="drafters", caption="Every drafter over training tokens", figure=figure)
-
-
 def _plot_positions(found: Sequence[dict[str, Any]]) -> Plot:
     """Conditional acceptance by position: one drafter over tokens, the others at their most."""
     figure, (left, right) = new_figure(1, 2, size=(9.6, 3.6), sharey=True)
@@ -359,23 +287,6 @@ def _line_of_positions(axes: Any, of: dict[str, Any], label: str) -> None:
     known = [each for each in of["positions"] if each["conditional"] is not None]
     shares = [each["conditional"] for each in known]
     axes.plot([each["position"] for each in known], shares, "o-", markersize=3, label=label)
-
-
-def _plot_widths(found: dict[str, Any]) -> Plot:
-    figure, axes = new_figure()
-    cells = found["batches"]
-    batches = [cell["batch"] for cell in cells]
-    values = [{"value": cell["best"], **cell} for cell in cells]
-    _whiskers(axes, batches, values, color=BLUE, label="measured, 95 %", fmt="o-")
-    if found["prediction"] is not None:
-        predicted = [cell["predicted_best"] for cell in cells]
-        axes.plot(batches, predicted, "x--", color=ORANGE, label="cost model")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.set(xlabel="batch size", ylabel="best draft length", ylim=(-0.3, None))
-    axes.legend(frameon=False, fontsize=8)
-    caption = f"The draft length that pays, {found['drafter']} (0 is plain decoding)"
-    return Plot(name=f"widths-{found['drafter']}", caption=caption, figure=figure)
 
 
 def _whiskers(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Annotated, ClassVar, TypeAlias, TypeVar
+from typing import Annotated, ClassVar, Self, TypeAlias, TypeVar
 
 import tyro
 
@@ -17,7 +17,6 @@ from jaxspec.training.checkpoints import latest_step
 WRITTEN = "written"  # the domain of the target's own texts
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _TEXTS_SHARE = 0.38  # of the training rows, where the target's own texts are given
-Settings = TypeVar("Settings", bound="ScalingSettings")
 T = TypeVar("T")
 NoOption: TypeAlias = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 
@@ -50,21 +49,15 @@ class ScalingSettings(Bench):
     """Directory of the domains' directories, each with JSONL files, `{"text": ...}` a line."""
     domains: tuple[str, ...] = ()
     """NAME[:SOURCE][=WEIGHT] each, as `jaxspec train lm` takes them; default every directory."""
-    exclude: tuple[str, ...] = ()
-    """Documents whose "source" contains one of these are left out."""
     texts: pathlib.Path | None = None
     """A file of texts that the target wrote (`jaxspec train texts`), to be trained on as well."""
-    held_out: tuple[str, ...] = ()
-    """Names of the domains to measure held-out losses on, and to take prompts from; default all but
-    the target's own texts."""
-    epochs: int = 1
-    """Passes that a drafter may take over the text of a domain."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default the sample prompts."""
     out: pathlib.Path = pathlib.Path("scaling")
     """Directory for the report, the rows, the cells and the trained drafters."""
     rows: pathlib.Path | None = None
-    """Train nothing: fit these rows (parquet or JSON lines, as the study writes them)."""
-    times: pathlib.Path | None = None
-    """With --rows: seconds of rounds by batch size and draft length, as the study writes them."""
+    """Train nothing: fit these rows (parquet or JSON lines, as the study writes them), and the
+    times in a file times.parquet beside them if there is one."""
     resume: bool = False
     """Go on with what the output directory holds; more tokens, sizes and seeds may be added."""
     quick: bool = False
@@ -75,26 +68,25 @@ class ScalingSettings(Bench):
     widths: tuple[int, ...] = (128, 64, 192)
     """Widths, at the first of --layers; feed-forward layers are twice as wide."""
     tokens: tuple[int, ...] = (62_500, 125_000, 250_000, 500_000, 1_000_000, 2_000_000)
-    """Training tokens of the reference drafter, in increasing order."""
-    first_seed_tokens: tuple[int, ...] = ()
-    """More token counts for the reference drafter, trained with the first seed only."""
-    other_tokens: tuple[int, ...] = ()
-    """Training tokens of the other drafters; default those of --tokens."""
+    """Training tokens of each drafter, in increasing order."""
     seeds: tuple[int, ...] = (0, 1, 2)
     """Training seeds (weights and row order). Only the reference drafter is trained with all of
     them."""
-    evaluate_tokens: int = 4096
-    """Held-out tokens of each domain for losses and overlaps."""
     draft_lengths: tuple[int, ...] = (4, 8)
     """Tokens drafted per round."""
-    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16)
-    """Batch sizes for the fully trained reference drafter; all other drafters use the largest."""
-    time_draft_lengths: tuple[int, ...] = (1, 2, 3, 4, 6, 8)
-    """Draft lengths whose rounds are timed at every batch size."""
-    prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
 
     # In Python only.
+    exclude: NoOption[tuple[str, ...]] = ()
+    """Documents whose "source" contains one of these are left out."""
+    held_out: NoOption[tuple[str, ...]] = ()
+    """Names of the domains to measure held-out losses on, and to take prompts from; default all but
+    the target's own texts."""
+    first_seed_tokens: NoOption[tuple[int, ...]] = ()
+    """More token counts for the reference drafter, trained with the first seed only."""
+    other_tokens: NoOption[tuple[int, ...]] = ()
+    """Training tokens of the other drafters; default those of `tokens`."""
+    epochs: NoOption[int] = 1
+    """Passes that a drafter may take over the text of a domain."""
     batch_tokens: NoOption[int] = 1024
     """Tokens of a training step."""
     sequence_length: NoOption[int] = 256
@@ -103,6 +95,12 @@ class ScalingSettings(Bench):
     """Learning rate of each training run."""
     warmup_steps: NoOption[int] = 40
     """Warm-up steps of each training run."""
+    evaluate_tokens: NoOption[int] = 4096
+    """Held-out tokens of each domain for losses and overlaps."""
+    batch_sizes: NoOption[tuple[int, ...]] = (1, 2, 4, 8, 16)
+    """Batch sizes for the fully trained reference drafter; all other drafters use the largest."""
+    time_draft_lengths: NoOption[tuple[int, ...]] = (1, 2, 3, 4, 6, 8)
+    """Draft lengths whose rounds are timed at every batch size."""
     limit: NoOption[int | None] = None
     """Use only the first N prompts."""
     max_prompt_tokens: NoOption[int] = 64
@@ -213,12 +211,12 @@ class ScalingSettings(Bench):
         names = [data.Domain.parse(text).name for text in self.training_domains()]
         if missing := set(self.held_out).difference(names):
             raise SettingError(
-                f"--held-out names {' and '.join(sorted(missing))}, and the domains are "
+                f"held_out names {' and '.join(sorted(missing))}, and the domains are "
                 f"{', '.join(names)}; name some of these."
             )
         return list(self.held_out) or [name for name in names if name != WRITTEN]
 
-    def made_quick(self: Settings) -> Settings:
+    def made_quick(self) -> Self:
         """What two cores measure in minutes."""
         return dataclasses.replace(
             self,
@@ -232,8 +230,8 @@ class ScalingSettings(Bench):
             draft_lengths=(4,),
             batch_sizes=(1, 4),
             time_draft_lengths=(1, 2, 4),
-            limit=min(self.limit or 24, 24),
-            max_tokens=min(self.max_tokens, 48),
-            evaluate_tokens=min(self.evaluate_tokens, 2048),
-            repeats=min(self.repeats, 3),
+            limit=24,
+            max_tokens=48,
+            evaluate_tokens=2048,
+            repeats=3,
         )
