@@ -67,14 +67,15 @@ def document(name):
 
 
 def origin(name, how):
-    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels```; without the machine for what
-    was predicted, which does not depend on it."""
+    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels, 2026-11-26```; without the
+    machine for what was predicted, and without the day where an older file has none."""
     devices, commit = document(name)["devices"], document(name)["commit"]
+    day = f", {document(name)['date']}" if "date" in document(name) else ""
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
     kernels = devices.get("kernels_family") or devices["kernels"]
     machine = f" on {devices['cpu_count']} cores{model}, {kernels} kernels"
     changed = ", with changes," if commit.endswith("+") else ""
-    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''}"
+    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''}{day}"
 
 
 def main():

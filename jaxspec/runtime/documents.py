@@ -14,7 +14,7 @@ from jaxspec.runtime.environment import provenance
 
 
 def make_document(command: str, options: Any, **fields: Any) -> dict[str, Any]:
-    """A command's document: its name and options, `fields`, versions, devices and commit.
+    """A command's document: its name and options, `fields`, versions, devices, commit and date.
 
     Args:
       command: e.g. `generate`.

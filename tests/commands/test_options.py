@@ -55,7 +55,7 @@ ZERO = {
     "seed", "seeds", "temperature", "top_k", "min_p", "min_tokens", "logprobs",
     "presence_penalty", "frequency_penalty", "warmup_steps",
     "long_fraction", "oracle", "budget_s", "acceptance", "per_position",
-    "draft_kv_windows", "allowed_token_ids",
+    "allowed_token_ids",
 }  # fmt: skip
 ZERO_OF = {("plan", "draft_lengths")}
 NEGATIVE = {"top_k", "presence_penalty", "frequency_penalty"}

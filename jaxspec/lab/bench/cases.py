@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -40,8 +37,6 @@ from jaxspec.models.registry import PRESETS, random_model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import temporary_directory
-from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns, time_loops
 from jaxspec.telemetry.counters import Acceptance
@@ -64,7 +59,6 @@ PREDICTIONS: Columns = {
     "tokens/s": "{tokens_per_s:.0f}",
     "speed-up": "{speedup:.2f}x",
     "ceiling": "{ceiling_speedup:.2f}x",
-    "closed\nform": "{closed_form_draft_length:d}",
 }
 
 
@@ -123,7 +117,7 @@ def predict(
         where = {"batch": size, "context": context}
         chance = None if isinstance(chances, tuple) else chances
         length, gain = pair.best_draft_length(**where, acceptance=chances)
-        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
+        plain_s = pair.plain_s(**where)
         predictions.append(
             {
                 "batch_size": size,
@@ -135,9 +129,6 @@ def predict(
                 "tokens_per_s": gain * size / plain_s,
                 "speedup": gain,
                 "ceiling_speedup": best and best.best_draft_length(**where, acceptance=chances)[1],
-                "closed_form_draft_length": (
-                    None if chance is None else cost.closed_form_draft_length(chance, ratio)
-                ),
             }
         )
     return {
@@ -739,43 +730,3 @@ def _compile_engine(
     compiled = engine.warm_up()
     seconds = time.process_time() - cpu_started_s, time.perf_counter() - started_s
     return *seconds, {each.name.split(" of ")[0]: each.seconds for each in compiled}
-
-
-def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
-    """`cold_s` and `persistent_s`: seconds to compile and run the first call, with an empty
-    compilation cache and with the one that this has filled.
-
-    Measured in separate processes, by the `compile_s` of `jaxspec generate`, because a process
-    compiles a program only once, whatever is on the disk.
-
-    Args:
-      options: those of `jaxspec generate` that define the engine (`--target`, `--draft-length`,
-        ...).
-      batch_size: rows.
-
-    Raises:
-      SettingError: the process failed.
-    """
-    with temporary_directory() as directory:
-        prompts = directory / "prompts.jsonl"
-        prompts.write_text('{"prompt_token_ids": [0, 0]}\n' * batch_size)
-        environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        command = [sys.executable, "-m", "jaxspec", "generate", *options]
-        command += ["--batch-size", str(batch_size), "--prompts", str(prompts)]
-        command += ["--max-tokens", "1", "--ignore-eos", "--json"]
-        cold_s, persistent_s = (_compile_s(command, environment) for _ in range(2))
-    return {"cold_s": cold_s, "persistent_s": persistent_s, "batch_size": batch_size}
-
-
-def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
-    done = run_child(command, env=environment)
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or "no message").split("\n")[-1]
-        raise SettingError(
-            f"Compile times were measured in a process of their own, and it failed ({reason}); try "
-            "`jaxspec generate` with the same models and settings."
-        )
-    return json.loads(done.stdout.strip().split("\n")[-1])["compile_s"]

@@ -61,20 +61,12 @@ class DecodeOptions(Bench):
     draft_lengths: tuple[int, ...] = (2, 4, 6)
     """Draft lengths to measure."""
     prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
-    limit: int = 24
-    """Number of prompts to decode."""
-    max_prompt_tokens: int = 64
-    """Cut longer prompts after this many tokens."""
+    """Prompt file; default 24 sample prompts, cut after 64 tokens, or random ones for a target
+    without a tokenizer."""
     max_tokens: int = 48
     """Tokens emitted per prompt; EOS is ignored."""
-    temperature: float = 0.0
-    """0 is greedy."""
     dtype: Dtype = "float32"
     """Dtype of parameters, compute and cache."""
-    max_length: int | None = None
-    """Slots per row; default: what the longest prompt needs. The cost model is fitted to contexts
-    up to this length."""
     repeats: int = 5
     """Timed runs of each kind; the median is reported."""
 
@@ -88,6 +80,8 @@ class DecodeBench:
       target: the model to decode with.
       drafter: what proposes tokens.
       prompts: token ids.
+      least_length: slots per row, unless prompts and outputs need more. The cost model is fitted to
+        contexts up to this length.
       say: called with a description of the current step.
     """
 
@@ -95,25 +89,21 @@ class DecodeBench:
     target: LanguageModel
     drafter: Drafter
     prompts: Sequence[tuple[int, ...]]
+    least_length: int = 0
     say: Say = lambda message: None
 
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of every prompt; EOS is ignored, so that every run emits the same
         number of tokens."""
-        return SamplingParams(
-            max_tokens=self.options.max_tokens,
-            temperature=self.options.temperature,
-            seed=0,
-            ignore_eos=True,
-        )
+        return SamplingParams(max_tokens=self.options.max_tokens, ignore_eos=True)
 
     @property
     def max_length(self) -> int:
         """Slots per row, the same for all engines, in whole blocks."""
         longest = max(map(len, self.prompts)) + self.options.max_tokens
         needed = longest + max(self.options.draft_lengths) + 1
-        return round_up_to_block(max(needed, self.options.max_length or 0))
+        return round_up_to_block(max(needed, self.least_length))
 
     @property
     def context(self) -> int:
@@ -271,7 +261,7 @@ class DecodeBench:
         return runs
 
     def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
-        """Milliseconds of a round and of its stages on a state in mid-decode, and memory."""
+        """Milliseconds of a round and of its stages on a state in mid-decode."""
         num_tokens = max(self.options.max_tokens // 2, 1)
         measure.fill_mid_decode(
             engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
@@ -282,14 +272,9 @@ class DecodeBench:
         ms = {name: 1e3 * turns.median_s(name) for name in parts}
         split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
         other = ms["round"] - sum(split.values())
-        memory = measure.peak_bytes(), "peak of the device in this process"
-        if memory[0] is None:
-            compiled = "arguments and temporaries of the compiled round"
-            memory = parts["round"].program_bytes(), compiled
         return {
             "round_ms": ms["round"],
             "stages_ms": {**split, "other": other, "commit_alone": ms.get("commit")},
-            "memory": {"bytes": memory[0], "source": memory[1]},
         }
 
     def _cost_model(
@@ -337,22 +322,6 @@ class DecodeBench:
             "draft": pair.draft and pair.draft.to_json(),
             "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
-            "passes": {
-                name: [
-                    {
-                        "batch_size": work.batch,
-                        "window": work.window,
-                        "context": work.context,
-                        "ms": 1e3 * seconds,
-                        "predicted_ms": 1e3 * fits[name].device.pass_s(work),
-                        "is_held_out": is_out,
-                    }
-                    for (work, seconds), is_out in zip(
-                        points, cost.is_held_out(len(points)), strict=True
-                    )
-                ]
-                for name, points in measured.items()
-            },
         }
 
     def _predict(self, pair: cost.Pair, run: dict[str, Any]) -> dict[str, Any]:
@@ -360,13 +329,9 @@ class DecodeBench:
         where = {"batch": run["batch_size"], "context": self.context}
         if run["draft_length"] == 0:
             return {"round_ms": 1e3 * pair.plain_s(**where)}
-        cumulative = run["per_position_acceptance"]
-        best, gain = pair.best_draft_length(**where, acceptance=cumulative)
         return {
             "round_ms": 1e3 * pair.round_s(**where, draft_length=run["draft_length"]),
-            "speedup": pair.speed_up(**where, cumulative=cumulative),
-            "best_draft_length": best,
-            "best_speedup": gain,
+            "speedup": pair.speed_up(**where, cumulative=run["per_position_acceptance"]),
         }
 
 

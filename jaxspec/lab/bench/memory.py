@@ -26,7 +26,7 @@ from jaxspec.lab.plan.planner import plan_memory
 from jaxspec.lab.plan.request import Search
 from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
+from jaxspec.requests.prompts import PromptLine, load_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
@@ -62,8 +62,6 @@ class MemoryBench(PairBench):
     prompts: pathlib.Path | None = None
     """File of questions, one per line, with one or more `turns`; default the sample prompts, with
     one turn."""
-    limit: int | None = None
-    """Use only this many questions, from the beginning of the file."""
     device: str = "h200"
     """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
     max_tokens: int = 128
@@ -80,7 +78,7 @@ class MemoryBench(PairBench):
 
     def measure(self) -> dict[str, Any]:
         """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
-        lines, files = self._lines()
+        lines, files = load_prompts(self.prompts, turns="all")
         target, draft = self.load()
         plan_for = functools.partial(
             plan_memory,
@@ -96,10 +94,7 @@ class MemoryBench(PairBench):
             context=self.max_length - max(self.draft_lengths) - 1,
             keep=1.0,
             search=Search(
-                draft_lengths=self.draft_lengths,
-                kv_dtypes=(None,),
-                draft_kv_dtypes=(None,),
-                draft_kv_windows=(None,),
+                draft_lengths=self.draft_lengths, kv_dtypes=(None,), draft_kv_windows=(None,)
             ),
         )
         free_length = unconstrained.settings.draft_length
@@ -194,11 +189,6 @@ class MemoryBench(PairBench):
             "in turns."
         )
         return [(notes, "dim"), *super().remarks(document)]
-
-    def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
-        if self.prompts is None:
-            return sample_prompts()[: self.limit], {}
-        return load_prompts(self.prompts, self.limit, turns="all")
 
     def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
         """Asks all turns of all questions, one question after another; a turn that does not fit,
