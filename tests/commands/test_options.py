@@ -235,9 +235,8 @@ def test_what_cannot_be_written_is_refused_at_once(name, commands, outcome, tmp_
 
 
 def test_a_plot_without_a_format_is_refused(commands, outcome, tmp_path):
-    for name in ("compare", "bench decode"):
-        for file in ("rates", "rates.txt", "rates.", ".png"):
-            said = outcome(commands[name], ("plot",), tmp_path / file)
-            assert said is not None, file
-            assert re.search(r"cannot be written to .*; name a file like rates\.png", said)
+    for file in ("rates", "rates.txt", "rates.", ".png"):
+        said = outcome(commands["compare"], ("plot",), tmp_path / file)
+        assert said is not None, file
+        assert re.search(r"cannot be written to .*; name a file like rates\.png", said)
     assert not os.listdir(tmp_path)

@@ -73,7 +73,10 @@ def test_options_of_a_case_are_explained(capsys):
 def test_forward_passes_are_timed_in_turns(bench, names, num_results, monkeypatch):
     known = Ceilings(num_bytes=1, bytes_per_s=1e10, matmul_flops_per_s=1e11, dtype="float32")
     monkeypatch.setattr(cases, "measure_ceilings", lambda *_: known)
-    document, _ = run(bench(batch_sizes=(2,), windows=(3,), contexts=(40,)))
+    monkeypatch.setattr(cases, "CONTEXTS", (40,))
+    for name in ("WINDOWS", "TREE_WINDOWS"):
+        monkeypatch.setattr(cases, name, (3,))
+    document, _ = run(bench(batch_sizes=(2,)))
     assert len(document["results"]) == num_results  # dtypes, or kernels
     for found in document["results"]:
         assert (found["batch_size"], found["window"], found["context"]) == (2, 3, 40)
@@ -81,9 +84,9 @@ def test_forward_passes_are_timed_in_turns(bench, names, num_results, monkeypatc
         assert found["ratios"] == [found["ratio"]] == [pytest.approx(first / second)]
 
 
-def test_no_context_is_refused():
-    with pytest.raises(SettingError, match="--contexts nothing was given"):
-        cases.kv(contexts=()).check()
+def test_no_batch_size_is_refused():
+    with pytest.raises(SettingError, match="--batch-sizes nothing was given"):
+        cases.kv(batch_sizes=()).check()
 
 
 def test_gaps_of_a_stream_are_reported_by_chunk_size(tmp_path, monkeypatch):

@@ -122,25 +122,6 @@ def test_too_few_measurements_are_refused():
         fit_to([(work, 1.0) for work in list(grid(TARGET))[:5]])
 
 
-def test_closed_form_is_the_best_of_all_draft_lengths():
-    for acceptance, ratio in itertools.product(
-        (0.05, 0.3, 0.5, 0.7, 0.8, 0.95), (0.01, 0.05, 0.0857, 0.2, 0.5, 0.9)
-    ):
-        gains = [1.0] + [
-            cost.closed_form_speed_up(acceptance, length, ratio) for length in range(1, 300)
-        ]
-        found = cost.closed_form_draft_length(acceptance, ratio)
-        assert gains[found] == max(gains), (acceptance, ratio)
-    assert cost.closed_form_draft_length(0.7, 0.0857) == 4
-    assert cost.closed_form_draft_length(0.8, 0.05) == 8
-
-
-@pytest.mark.parametrize(("acceptance", "ratio"), [(1.0, 0.1), (-0.1, 0.1), (0.5, 0.0)])
-def test_closed_form_refuses_what_has_no_best_length(acceptance, ratio):
-    with pytest.raises(SettingError):
-        cost.closed_form_draft_length(acceptance, ratio)
-
-
 def test_emitted_per_round_is_the_sum_of_the_series():
     a, length = 0.7, 5
     expected = (1 - a ** (length + 1)) / (1 - a)
@@ -148,13 +129,15 @@ def test_emitted_per_round_is_the_sum_of_the_series():
 
 
 def test_search_equals_the_closed_form_where_its_assumptions_hold():
-    # Batch 1 at a tiny context: the target's pass hardly depends on its window.
+    """Theorem 3.8 of Leviathan et al. takes a target pass to cost the same for any window, as it
+    nearly does at batch 1 and a tiny context."""
     bare = dataclasses.replace(DEVICE, step_s=0.0, round_s=0.0, flops_per_s=1e18)
     pair = dataclasses.replace(PAIR, target_device=bare, draft_device=bare)
-    for acceptance in (0.5, 0.7, 0.8):
-        ratio = pair.cost_ratio(batch=1, context=1)
-        closed = cost.closed_form_draft_length(acceptance, ratio)
-        length, _ = pair.best_draft_length(batch=1, context=1, acceptance=acceptance)
+    where = {"batch": 1, "context": 1}
+    ratio = pair.draft_step_s(**where) / pair.plain_s(**where)
+    for a in (0.5, 0.7, 0.8):
+        closed = max(range(100), key=lambda n: (1 - a ** (n + 1)) / ((1 - a) * (n * ratio + 1)))
+        length, _ = pair.best_draft_length(**where, acceptance=a)
         assert abs(length - closed) <= 1
 
 
@@ -199,13 +182,10 @@ def test_a_drafter_without_a_model_costs_what_it_was_measured_to():
 def test_devices_of_datasheets_say_that_they_were_not_measured():
     for device in cost.DEVICES.values():
         assert "not measured" in device.source
-        peak = cost.ceiling(device)
-        for work in grid(TARGET):
-            assert peak.pass_s(work) < device.pass_s(work)
 
 
 def test_a_device_is_read_back():
-    assert cost.Device.from_json(DEVICE.to_json()) == DEVICE
+    assert cost.Device.from_json(dataclasses.asdict(DEVICE)) == DEVICE
 
 
 @pytest.mark.parametrize(
@@ -213,11 +193,11 @@ def test_a_device_is_read_back():
 )
 def test_a_device_with_impossible_constants_is_refused(change):
     with pytest.raises(SettingError, match=next(iter(change))):
-        cost.Device.from_json(DEVICE.to_json() | change)
+        cost.Device.from_json(dataclasses.asdict(DEVICE) | change)
 
 
 def test_a_device_that_lacks_a_constant_is_refused():
-    fields = DEVICE.to_json()
+    fields = dataclasses.asdict(DEVICE)
     del fields["step_s"]
     with pytest.raises(SettingError, match="step_s"):
         cost.Device.from_json(fields)

@@ -90,8 +90,7 @@ def test_the_command(tmp_path):
     assert [result["rows"] for result in document["results"]] == ["greedy", "sampled"]
     for result in document["results"]:
         assert result["problems"] == []
-        assert result["predicted_launch_ms"] > 0
-        assert result["predicted_memory_ms"] > 0
+        assert result["launches"]["num_graphs"] > 0
 
 
 @needs("h100")

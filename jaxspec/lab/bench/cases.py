@@ -58,7 +58,6 @@ PREDICTIONS: Columns = {
     "draft\nlength": "{draft_length}",
     "tokens/s": "{tokens_per_s:.0f}",
     "speed-up": "{speedup:.2f}x",
-    "ceiling": "{ceiling_speedup:.2f}x",
 }
 
 
@@ -67,7 +66,7 @@ def predict(
     target: str = "qwen3-8b",
     draft: str = "qwen3-0.6b",
     device: str = "h200",
-    batch: str = "1..64",
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64),
     context: int = 1024,
     acceptance: tuple[float, ...] = (0.6, 0.7, 0.8),
     per_position: tuple[float, ...] = (),
@@ -80,7 +79,7 @@ def predict(
       draft: Its draft model, named in the same way.
       device: `a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
         measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants.
-      batch: Batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`.
+      batch_sizes: Rows decoded together.
       context: Tokens in the cache per row.
       acceptance: Probabilities that a drafted token is accepted; each applies to all positions.
       per_position: Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted
@@ -96,7 +95,6 @@ def predict(
             "--per-position was given rising values; they are cumulative (the probability that at "
             "least this many tokens are accepted), so each is at most the one before."
         )
-    batches = parse_batches(batch)
     find_devices = cost.read_device(device)
     of_target, of_draft = (_model_config(name) for name in (target, draft))
     target_device, draft_device, block = find_devices(of_target, of_draft)
@@ -107,13 +105,9 @@ def predict(
         draft_device=draft_device,
         block=block,
     )
-    best = None
-    if device in cost.DEVICES:
-        peak = cost.ceiling(cost.DEVICES[device])
-        best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
     predictions = []
     chosen = (per_position,) if per_position else acceptance
-    for size, chances in itertools.product(batches, chosen):
+    for size, chances in itertools.product(batch_sizes, chosen):
         where = {"batch": size, "context": context}
         chance = None if isinstance(chances, tuple) else chances
         length, gain = pair.best_draft_length(**where, acceptance=chances)
@@ -128,36 +122,14 @@ def predict(
                 "draft_length": length,
                 "tokens_per_s": gain * size / plain_s,
                 "speedup": gain,
-                "ceiling_speedup": best and best.best_draft_length(**where, acceptance=chances)[1],
             }
         )
     return {
-        "target_device": target_device.to_json(),
-        "draft_device": draft_device.to_json(),
+        "target_device": dataclasses.asdict(target_device),
+        "draft_device": dataclasses.asdict(draft_device),
         "predictions": predictions,
         "notes": [f"{target_device.name}: {target_device.source}."],
     }
-
-
-def parse_batches(text: str) -> list[int]:
-    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
-
-    Raises:
-      SettingError: the text has neither form.
-    """
-    first, dots, last = text.partition("..")
-    try:
-        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
-    except ValueError:
-        sizes = []
-    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
-        raise SettingError(
-            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
-        )
-    if not dots:
-        return sizes
-    low, high = sizes
-    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
 
 
 def _model_config(name: str) -> ModelConfig:
@@ -169,6 +141,9 @@ def _model_config(name: str) -> ModelConfig:
 # ---- forward passes
 
 PASS: Columns = {"window": "{window}", "context": "{context}", "batch": "{batch_size}"}
+CONTEXTS = (80, 1000)  # committed tokens of each row
+WINDOWS = (1, 5)  # tokens of each row
+TREE_WINDOWS = (5, 9, 17, 33)  # the first is the root of the tree
 # Fractions of tokens that were the draft model's likeliest, second likeliest, ... in
 # docs/results/trees-cpu.json, for trees of a usual shape.
 BY_RANK = (0.73, 0.12, 0.05, 0.023, 0.015, 0.012, 0.006, 0.006)
@@ -178,7 +153,6 @@ def time_passes(
     variants: Mapping[str, LanguageModel],
     batch_sizes: Sequence[int],
     windows: Sequence[int],
-    contexts: Sequence[int],
     parents: Callable[[str, int], np.ndarray | None] = lambda name, window: None,
 ) -> Iterator[tuple[dict[str, Any], cost.Pass]]:
     """Times forward passes in two variants, in alternation.
@@ -187,7 +161,6 @@ def time_passes(
       variants: models by name.
       batch_sizes: rows of a pass.
       windows: tokens of each row.
-      contexts: committed tokens of each row.
       parents: from a variant and a window to the tree of its tokens, see `forward_runs`.
 
     Yields:
@@ -201,13 +174,13 @@ def time_passes(
                 model,
                 batch=batch,
                 window=window,
-                contexts=contexts,
-                max_length=max(contexts) + window,
+                contexts=CONTEXTS,
+                max_length=max(CONTEXTS) + window,
                 parents=parents(name, window),
             )
             for name, model in variants.items()
         }
-        for index, context in enumerate(contexts):
+        for index, context in enumerate(CONTEXTS):
             turns = time_loops({name: passes[name][index][1] for name in variants}, REPEATS)
             found = {
                 "batch_size": batch,
@@ -231,19 +204,12 @@ KERNELS: Columns = {
 
 
 @case("kernels", {"results": ("forward passes", KERNELS)})
-def kernels(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (1, 8),
-    windows: tuple[int, ...] = (1, 5),
-    contexts: tuple[int, ...] = (80, 1000),
-) -> dict[str, Any]:
+def kernels(target: str = "demo-target", batch_sizes: tuple[int, ...] = (1, 8)) -> dict[str, Any]:
     """Time forward passes with XLA's kernels and with the C++ kernels.
 
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row.
-      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
     results = []
@@ -252,7 +218,7 @@ def kernels(
         weight_bytes = forward_pass(xla, batch=1, window=1, context=1).weight_bytes
         ceilings = measure_ceilings(weight_bytes, xla.dtype)
         models = {"xla": xla, "native": native}
-        for found, work in time_passes(models, batch_sizes, windows, contexts):
+        for found, work in time_passes(models, batch_sizes, WINDOWS):
             fraction = 1e3 * ceilings.pass_s(work) / found["native_ms"]
             results.append({"dtype": dtype, **found, "native_fraction_of_roofline": fraction})
     return {"results": results}
@@ -270,25 +236,18 @@ KV: Columns = {
 
 
 @case("kv", {"results": ("forward passes, KV in int8 and in the model's own dtype", KV)})
-def kv(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (8,),
-    windows: tuple[int, ...] = (1, 5),
-    contexts: tuple[int, ...] = (80, 1000),
-) -> dict[str, Any]:
+def kv(target: str = "demo-target", batch_sizes: tuple[int, ...] = (8,)) -> dict[str, Any]:
     """Time forward passes with KV in int8 and in the model's own dtype.
 
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row.
-      contexts: Committed tokens per row.
     """
     results = []
     for dtype in DTYPES:
         own = load_model(target, dtype=dtype)
         models = {"int8": with_kv_dtype(own, "int8"), "own": own}
-        for found, _ in time_passes(models, batch_sizes, windows, contexts):
+        for found, _ in time_passes(models, batch_sizes, WINDOWS):
             results.append({"dtype": dtype, "kernels": own.kernels, **found})
     return {"results": results}
 
@@ -304,10 +263,7 @@ FORWARD: Columns = {
 
 @case("forward", {"results": ("forward passes over trees and chains", FORWARD)})
 def forward(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (1, 4, 8),
-    windows: tuple[int, ...] = (5, 9, 17, 33),
-    contexts: tuple[int, ...] = (80, 1000),
+    target: str = "demo-target", batch_sizes: tuple[int, ...] = (1, 4, 8)
 ) -> dict[str, Any]:
     """Time forward passes over a tree and over a chain of as many tokens, with the C++ kernels and
     with XLA's.
@@ -315,8 +271,6 @@ def forward(
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row; the first is the root of the tree.
-      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
 
@@ -329,7 +283,7 @@ def forward(
     for name in ("native", "xla"):
         model = load_model(target, kernels=name)
         models = {"tree": model, "chain": model}
-        for found, _ in time_passes(models, batch_sizes, windows, contexts, parents):
+        for found, _ in time_passes(models, batch_sizes, TREE_WINDOWS, parents):
             results.append({"kernels": name, **found})
     return {"results": results}
 

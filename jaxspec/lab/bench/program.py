@@ -1,11 +1,9 @@
-"""What a decode round compiles to on a device that is not present: loops, copies, launches,
-predictions.
+"""What a decode round compiles to on a device that is not present: loops, copies, launches.
 
 A round that is fine on a CPU can be very slow on a GPU: a loop with a dynamic trip count makes the
 host wait for the device before every trip, and launching kernels one by one costs more than their
 computation. All of this can be read from the compiled program, and compiling it needs no GPU
-(`bench.deviceless`). Nothing here is measured: times are counts multiplied by assumed costs, and
-bytes divided by the bandwidth of a datasheet.
+(`bench.deviceless`). Nothing is run.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
 from jaxspec.lab.bench.measure import Bench, Tables
-from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -34,12 +31,6 @@ from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
-
-# Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
-KERNEL_S = 3.5e-6  # launched by itself
-NODE_S = 1.5e-6  # a kernel in a CUDA graph
-GRAPH_S = 5e-6  # to launch a graph
-PREDICATE_S = 10e-6  # copied from the device and waited for
 
 DRAFT_LENGTH = 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
@@ -253,31 +244,6 @@ def _cut(config: ModelConfig, num_layers: int | None) -> ModelConfig:
     return config if num_layers is None else shortened(config, num_layers)
 
 
-def predicted_launch_s(launches: Launches) -> float:
-    """Seconds that the host and the launches take, by assumed costs."""
-    return (
-        launches.num_kernels * KERNEL_S
-        + launches.num_nodes * NODE_S
-        + launches.num_graphs * GRAPH_S
-        + launches.num_predicates * PREDICATE_S
-    )
-
-
-def predicted_memory_s(device: str, shape: Shape) -> float:
-    """Seconds of a round at the datasheet's bandwidth and rate of products."""
-    peak = cost.ceiling(cost.DEVICES[device])
-    pair = cost.Pair(
-        target=shape.target,
-        target_device=peak,
-        draft=shape.draft,
-        draft_device=peak,
-        itemsize=jnp.dtype(shape.dtype).itemsize,
-    )
-    return pair.round_s(
-        batch=shape.batch_size, draft_length=shape.draft_length, context=shape.context
-    )
-
-
 RESULTS: Columns = {
     "device": "{device}",
     "kernels": "{kernels}",
@@ -287,8 +253,6 @@ RESULTS: Columns = {
     "one by one": "{launches[num_kernels]}",
     "predicates": "{launches[num_predicates]}",
     "per layer": "{launches_per_layer}",
-    "launch ms\n(predicted)": "{predicted_launch_ms:.2f}",
-    "memory ms\n(predicted)": "{predicted_memory_ms:.2f}",
 }
 
 
@@ -298,9 +262,7 @@ class ProgramBench(Bench):
     `deviceless`)."""
 
     NAME: ClassVar[str] = "program"
-    TABLES: ClassVar[Tables] = {
-        "results": ("a round, by what was compiled (times are predictions)", RESULTS)
-    }
+    TABLES: ClassVar[Tables] = {"results": ("a round, by what was compiled", RESULTS)}
 
     target: str = "qwen3-8b"
     """A preset."""
@@ -331,22 +293,17 @@ class ProgramBench(Bench):
             with as_if_on(device):
                 for kernels in self.kernels or (default_kernels(),):
                     results += self._compile(device, kernels)
-        return {"results": results, "assumed_s": ASSUMED_S}
+        return {"results": results}
 
     def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The problems found, and the assumptions of the predictions."""
+        """The problems found."""
         found = [
             (f"{result['device']}, {result['kernels']}: {problem}.", "red")
             for result in document["results"]
-            if result["rows"] == "greedy"
+            if result["rows"] != "sampled"  # of the same program
             for problem in result["problems"]
         ]
-        assumed = ", ".join(f"{name} {1e6 * s:g} us" for name, s in document["assumed_s"].items())
-        sentence = (
-            f"Nothing was run. Launches are predicted at assumed costs ({assumed}), memory at the "
-            "datasheet's bandwidth. Loops over KV are counted at the given context."
-        )
-        return [*found, (sentence, "dim")]
+        return [*found, ("Loops over KV are counted at the given context.", "dim")]
 
     def _compile(self, device: str, kernels: KernelsName) -> list[dict[str, Any]]:
         shape = Shape(
@@ -371,22 +328,8 @@ class ProgramBench(Bench):
         if ABSENT_DEVICES[device].platform != "gpu":
             return [{**found, "rows": "any"}]
         found["launches_per_layer"] = launches_per_layer(device, shape)
-        found["predicted_memory_ms"] = 1e3 * predicted_memory_s(device, shape)
         return [
-            {
-                **found,
-                "rows": rows,
-                "launches": dataclasses.asdict(launches),
-                "predicted_launch_ms": 1e3 * predicted_launch_s(launches),
-            }
+            {**found, "rows": rows, "launches": dataclasses.asdict(launches)}
             for rows, launches in (("greedy", program.greedy), ("sampled", program.sampled))
             if launches is not None
         ]
-
-
-ASSUMED_S = {
-    "a kernel": KERNEL_S,
-    "one in a graph": NODE_S,
-    "a graph": GRAPH_S,
-    "a predicate": PREDICATE_S,
-}

@@ -32,19 +32,16 @@ from jaxspec.lab.cost.devices import (
     FindDevices,
     Fit,
     Timed,
-    ceiling,
     fit_device,
     is_held_out,
     read_device,
-    read_document,
     split,
 )
-from jaxspec.lab.cost.passes import LOGITS_PASSES, Pass, Work
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.config import ModelConfig
 
 __all__ = [
     "DEVICES",
-    "LOGITS_PASSES",
     "LONGEST_DRAFT",
     "Device",
     "FindDevices",
@@ -52,14 +49,11 @@ __all__ = [
     "Pair",
     "Pass",
     "Timed",
-    "Work",
-    "ceiling",
     "emitted_per_round",
     "fit_device",
     "geometric",
     "is_held_out",
     "read_device",
-    "read_document",
     "split",
 ]
 
