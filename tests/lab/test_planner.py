@@ -34,7 +34,7 @@ from jaxspec.lab.cost.devices import read_device
 from jaxspec.lab.plan import planner, request
 from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
-from jaxspec.lab.plan.request import PlanRequest, Search, describe, doubling, model_axes
+from jaxspec.lab.plan.request import PlanRequest, Search, describe, model_axes
 from jaxspec.lab.plan.speed import tokens_per_s
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
@@ -281,39 +281,28 @@ def test_the_baseline_policy_is_that_of_the_published_code():
 
 
 @pytest.mark.parametrize(
-    ("changes", "gigabytes"),
-    [({}, 155.54), (INT8, 88.92)],
+    ("changes", "options", "gigabytes"),
+    [({}, {}, 155.54), (INT8, INT8, 88.92), ({"draft_kv_window": 512}, {}, 99)],
 )
-def test_the_published_pair_takes_what_was_reckoned(changes, gigabytes):
-    """64 rows of 8192 slots, five drafts, KV of both in one dtype; temporaries not counted."""
+def test_the_published_pair_takes_what_was_reckoned(changes, options, gigabytes):
+    """64 rows of 8192 slots, five drafts; temporaries not counted."""
     made = make_planner(
         "qwen3-8b",
         "qwen3-0.6b",
         scheduler=Static(),
         given_dtype="bfloat16",
-        draft_options=changes,
+        draft_options=options,
     )
     each = settings(batch_size=64, max_length=8192, draft_length=5, **changes)
     parts = measure_parts(made.request.loop(each))
     total = parts.weights_bytes + parts.state_bytes + parts.logits_bytes
-    q_bytes = 64 * 5 * 151936 * 4  # which the reckoning has, and coupled decoding has not
-    assert (total + q_bytes) / 1e9 == pytest.approx(gigabytes, rel=0.01)
-
-
-def test_a_draft_window_takes_its_pages_in_flight_besides():
-    """99 GB was reckoned for 512 slots; a ring has pages for what one call may touch."""
-    made = make_planner("qwen3-8b", "qwen3-0.6b", scheduler=Static(), given_dtype="bfloat16")
-    each = settings(
-        batch_size=64,
-        max_length=8192,
-        draft_length=5,
-        draft_kv_window=512,
-    )
-    parts = measure_parts(made.request.loop(each))
-    total = parts.weights_bytes + parts.state_bytes + parts.logits_bytes
-    exactly = 64 * 512 * 112 * 1024
-    assert (total - parts.draft_kv_bytes + exactly) / 1e9 == pytest.approx(99, rel=0.01)
-    assert exactly < parts.draft_kv_bytes <= 2 * exactly
+    if each.draft_kv_window:  # a ring also has pages for what one call may touch
+        exactly = 64 * 512 * 112 * 1024
+        assert exactly < parts.draft_kv_bytes <= 2 * exactly
+        total += exactly - parts.draft_kv_bytes
+    else:
+        total += 64 * 5 * 151936 * 4  # q, which the reckoning has, and coupled decoding has not
+    assert total / 1e9 == pytest.approx(gigabytes, rel=0.01)
 
 
 # ------------------------------------------------------------------------------------ the choice
@@ -382,16 +371,13 @@ def test_a_plan_makes_its_engine():
         dtype="float32",
     )
     assert found.settings.draft_length == 2
-    parts = found.chosen.bytes.parts
     drafter = DraftModel(draft, **found.settings.drafter_options)
     engine = found.engine(target, drafter, max_queue=3)
     assert (engine.shape.batch_size, engine.shape.max_length) == (2, found.settings.max_length)
     assert engine.draft_length == 2
     assert engine.max_queue == 3
-    assert engine.memory.state_bytes == parts.state_bytes
-    assert engine.memory.weights_bytes == parts.weights_bytes
-    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
-    assert len(done.token_ids) == 5
+    assert engine.memory.state_bytes == found.chosen.bytes.parts.state_bytes
+    assert engine.memory.weights_bytes == found.chosen.bytes.parts.weights_bytes
     with pytest.raises(SettingError, match="no drafter was given"):
         found.engine(target)
     other = dataclasses.replace(
@@ -439,14 +425,24 @@ def test_a_plan_takes_what_its_engine_takes(dtype, is_tied):
     search = Search(draft_lengths=(2,), kv_dtypes=(None,))
     options = {"batch": 4, "context": 100, "search": search, "scheduler": "static"}
     found = plan_memory(target, None, GIB, drafter="ngram", keep=1.0, **options)
-    engine = found.engine(target, "ngram")
-    total = found.chosen.bytes.total_bytes
-    assert bytes_of(engine.executor.loop).to_json() == found.chosen.bytes.to_json()
-    assert engine.memory.weights_bytes == num_bytes(target.params)
+    check_whole(found, target, "ngram")
     # What the plan says is enough for an engine, and a byte less is not.
-    shape = {**found.engine_options, "batch_size": 9}
+    total, shape = found.chosen.bytes.total_bytes, {**found.engine_options, "batch_size": 9}
     assert Engine(target, "ngram", budget_bytes=total, **shape).shape.batch_size == 4
     assert Engine(target, "ngram", budget_bytes=total - 1, **shape).shape.batch_size == 3
+
+
+def check_whole(found, target, drafter):
+    """State, weights and programs of the engine to the byte; it decodes."""
+    engine = found.engine(target, drafter)
+    assert engine.memory.weights_bytes == found.chosen.bytes.parts.weights_bytes
+    before = live_bytes()
+    assert num_bytes(engine.executor.state) == found.chosen.bytes.parts.state_bytes
+    assert live_bytes() - before == found.chosen.bytes.parts.state_bytes
+    assert found.chosen.bytes.to_json() == bytes_of(engine.executor.loop).to_json()
+    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
+    assert len(done.token_ids) == 5
+    json.dumps(found.to_json())
 
 
 def test_no_plan_takes_less_than_the_smallest_that_works(monkeypatch):
@@ -508,10 +504,8 @@ def test_bad_input_is_refused():
         plan_of(GIB, search=Search(draft_lengths=()))
     with pytest.raises(SettingError, match="--device abacus"):
         plan_of(GIB, device="abacus")
-    with pytest.raises(SettingError, match=r"weights alone take .* in float32; bfloat16 takes"):
+    with pytest.raises(SettingError, match=r"weights alone take .* in float32; plan for a dtype"):
         plan_memory("vicuna-7b", None, 20 * 10**9, dtype="float32")
-    with pytest.raises(SettingError, match=r"in bfloat16; a mesh axis model of 2 devices"):
-        plan_memory("vicuna-7b", None, 10 * 10**9, dtype="bfloat16")
 
 
 # ---------------------------------------------------------------------------------------- meshes
@@ -532,12 +526,6 @@ def test_an_axis_that_does_not_fit_is_refused_with_those_that_do():
     with pytest.raises(SettingError, match=r"8 KV heads.*Up to 16 devices, 1, 2, 4, 8 work"):
         plan_memory("llama-2-70b", "vicuna-68m", GIB, mesh=(1, 16))
     assert model_axes(PRESETS["glm-4-9b"], 8) == [1, 2]
-
-
-def test_batches_double():
-    assert list(doubling(1)) == [1]
-    assert list(doubling(6)) == [1, 2, 4, 6]
-    assert list(doubling(8)) == [1, 2, 4, 8]
 
 
 def test_ten_rows_are_predicted_to_bring_what_the_paper_measured():
@@ -600,25 +588,19 @@ def plan_with(drafter, **changes):
     return plan_memory(toy.model(num_layers=3), None, GIB, drafter=drafter, **options)
 
 
-@pytest.mark.parametrize("name", ["ngram", '{"kind": "ngram", "branches": 2}', "clover2"])
-def test_drafters_without_a_draft_model_are_planned_as_they_are(name):
-    """To the byte what their engine takes."""
-    drafter = name
+@pytest.mark.parametrize("name", ['{"kind": "ngram", "branches": 2}', "clover2"])
+def test_drafters_without_a_draft_model_are_planned_as_they_are(name, monkeypatch):
+    monkeypatch.setattr(request, "default_kernels", lambda: "xla")
+    drafter, target = name, toy.model(num_layers=3)
     if name == "clover2":
         drafter = heads.random_heads(
-            "clover2", toy.model(num_layers=3), tree=StaticTree(choices=((0,), (1,), (0, 0)))
+            "clover2", target, tree=StaticTree(choices=((0,), (1,), (0, 0)))
         )
     search = dataclasses.replace(NODES, draft_lengths=(3,))
     found = plan_with(drafter, acceptance=BY_NODE, search=search)
     assert found.settings.draft_length == 3
     assert str(found.drafter) in found.describe()
-    engine = found.engine(toy.model(num_layers=3), drafter)
-    parts = found.chosen.bytes.parts
-    assert engine.memory.state_bytes == parts.state_bytes
-    assert engine.memory.weights_bytes == parts.weights_bytes
-    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
-    assert len(done.token_ids) == 5
-    json.dumps(found.to_json())
+    check_whole(found, target, drafter)
 
 
 BEAM = BeamTree(width=2, depth=3, nodes=6)
@@ -629,23 +611,9 @@ def draft_model(tree=BEAM, **options):
     return DraftModel(draft, tree=tree, **options)
 
 
-def check_whole(found, target, drafter):
-    """State, weights and programs of the engine to the byte."""
-    engine = found.engine(target, drafter)
-    parts = found.chosen.bytes.parts
-    assert engine.memory.state_bytes == parts.state_bytes
-    assert engine.memory.weights_bytes == parts.weights_bytes
-    before = live_bytes()
-    assert num_bytes(engine.executor.state) == parts.state_bytes
-    assert live_bytes() - before == parts.state_bytes
-    [done] = engine.generate([[1, 2, 3]], jaxspec.SamplingParams(max_tokens=5, ignore_eos=True))
-    assert len(done.token_ids) == 5
-    assert found.chosen.bytes.to_json() == bytes_of(engine.executor.loop).to_json()
-
-
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("length", "options"), [(6, {}), (4, {"kv_window": 128}), (2, {"kv_dtype": "int8"})], ids=str
+    ("length", "options"), [(6, {}), (4, {"kv_window": 128, "kv_dtype": "int8"})], ids=str
 )
 def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     """With the draft cache's extra slots, in a window for all nodes and in one for fewer."""
@@ -656,15 +624,12 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     assert found.settings.draft_length == length
     assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
     check_whole(found, target, draft_model(**options))
-    json.dumps(found.to_json())
     with pytest.raises(SettingError, match="The plan has tree="):
         found.engine(target, draft_model(tree=None, **options))
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(
-    ("mode", "batch"), [("auto", 1), ("auto", 4), ("parallel", 4), ("sequential", 1)]
-)
+@pytest.mark.parametrize(("mode", "batch"), [("auto", 1), ("auto", 4), ("sequential", 1)])
 def test_flexdraft_is_planned_with_its_scratch_slots(mode, batch, monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     target = flex.target(kernels="xla")

@@ -29,11 +29,11 @@ from jaxspec.lab.bench.measure import case, over_outputs, random_prompts, tiny_c
 from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.bench.stages import forward_runs
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.plan.request import describe
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, with_kv_dtype
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.registry import PRESETS, random_model
+from jaxspec.models.registry import random_model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
@@ -96,7 +96,7 @@ def predict(
             "least this many tokens are accepted), so each is at most the one before."
         )
     find_devices = cost.read_device(device)
-    of_target, of_draft = (_model_config(name) for name in (target, draft))
+    of_target, of_draft = (describe(name).config for name in (target, draft))
     target_device, draft_device, block = find_devices(of_target, of_draft)
     pair = cost.Pair(
         target=of_target,
@@ -130,12 +130,6 @@ def predict(
         "predictions": predictions,
         "notes": [f"{target_device.name}: {target_device.source}."],
     }
-
-
-def _model_config(name: str) -> ModelConfig:
-    """The architecture of a preset (with or without `random:`), or of a model."""
-    preset = name.removeprefix("random:")
-    return PRESETS[preset] if preset in PRESETS else load_model(name).config
 
 
 # ---- forward passes

@@ -19,12 +19,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.settings import LARGEST_NUM_SLOTS
@@ -40,7 +38,6 @@ from jaxspec.lab.plan.request import (
     describe,
     describe_draft,
     find_drafter,
-    model_axes,
 )
 from jaxspec.lab.plan.speed import tokens_per_s
 from jaxspec.models.base import LanguageModel
@@ -278,7 +275,12 @@ class Planner:
             least = self._least(candidates)
             chosen = choose(runs_of(self.compiled), budget_bytes, keep=keep)
             if chosen is None:
-                raise SettingError(_refusal(least, self.compiled[least], budget_bytes))
+                needed = self.compiled[least].total_bytes
+                raise SettingError(
+                    f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the "
+                    f"smallest that works is {in_units(needed)} ({needed} bytes), with "
+                    f"{least.sentence}."
+                )
         return self._plan_of(chosen, runs_of(candidates), budget_bytes, keep=keep)
 
     def _least(self, candidates: Sequence[PlanSettings]) -> PlanSettings:
@@ -373,13 +375,6 @@ class Planner:
             return tuple(found)
         if request.drafter is not None:
             found.append("Drafting is taken to cost no more than reading the drafter's weights.")
-        if "min_confidence" in request.draft_options:
-            found.append("Rounds are predicted as if no draft ended early.")
-        if request.tree is not None and settings.draft_length < request.tree.num_nodes:
-            found.append(
-                f"The {settings.draft_length} nodes that are drafted here are predicted to be "
-                f"accepted as the first of {request.tree.num_nodes} are."
-            )
         if settings.draft_kv_window:
             found.append(
                 "The acceptance is taken to be that of a draft model with all of its KV; measure "
@@ -389,31 +384,13 @@ class Planner:
 
     def _check_weights(self, candidates: Sequence[PlanSettings], budget_bytes: int) -> None:
         """Raises `SettingError` if the budget is below the weights of all settings."""
-        lightest = min(candidates, key=lambda each: self.parts(each).weights_bytes)
-        parts = self.parts(lightest)
-        if parts.weights_bytes <= budget_bytes:
-            return
-        advice, dtype = [], self.request.dtype
-        in_bfloat16 = math.ceil(2 / jnp.dtype(dtype).itemsize * parts.weights_bytes)
-        if in_bfloat16 <= budget_bytes:
-            advice.append(f"bfloat16 takes {in_units(in_bfloat16)}")
-        axes = model_axes(self.request.target.config, MOST_DEVICES)
-        enough = [each for each in axes if parts.weights_bytes / each <= budget_bytes]
-        if enough and lightest.num_model_shards == 1:
-            advice.append(f"a mesh axis model of {enough[0]} devices splits them")
-        raise SettingError(
-            f"A budget of {in_units(budget_bytes)} was given, and the weights alone take "
-            f"{in_units(parts.weights_bytes)} per device in {dtype}; "
-            f"{' and '.join(advice) or 'choose a smaller model'}."
-        )
-
-
-def _refusal(least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
-    return (
-        f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest that "
-        f"works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), with "
-        f"{least.sentence}."
-    )
+        needed = min(self.parts(each).weights_bytes for each in candidates)
+        if needed > budget_bytes:
+            raise SettingError(
+                f"A budget of {in_units(budget_bytes)} was given, and the weights alone take "
+                f"{in_units(needed)} per device in {self.request.dtype}; plan for a dtype of fewer "
+                "bytes, for a mesh with a larger model axis, or with a smaller model."
+            )
 
 
 def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> PlannedRun | None:
