@@ -26,9 +26,6 @@ def test_the_plan_takes_fewer_bytes_for_the_same_tokens(tmp_path, monkeypatch):
     # The plans are for what the chat needed, not for all that the model could take.
     assert found["context"] == found["longest_prompt"] + 6
     assert found["plans"]["plan"]["chosen"]["settings"]["max_length"] == 128
-    for each in found["results"]:
-        state_bytes = each["kv_bytes"] + each["buffers_bytes"]
-        assert each["measured_state_bytes"] == state_bytes
     total = sum(
         count for name, count in found["baseline_bytes"].items() if name != "generation_bytes"
     )

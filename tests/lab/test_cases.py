@@ -151,8 +151,6 @@ def test_growth_is_measured_without_the_cache(tmp_path):
     document = json.loads(done.stdout.strip().split("\n")[-1])
     one, three = document["results"]
     assert (one["num_layers"], three["num_layers"]) == (1, 3)
-    assert one["programs"].keys() == three["programs"].keys()
-    assert {"the prefill", "the decode round"} < one["programs"].keys()
     assert all(each["cpu_s"] > 0 for each in (one, three))
     added_s = three["cpu_s"] - one["cpu_s"]
     assert three["cpu_s_per_added_layer"] == pytest.approx(added_s / 2)
@@ -160,7 +158,7 @@ def test_growth_is_measured_without_the_cache(tmp_path):
 
 def test_growth_of_a_compiler_that_takes_the_square(monkeypatch):
     def compile(target, draft):
-        return 0.5 * target.config.num_layers**2, 1.0, {"it": 1.0}
+        return 0.5 * target.config.num_layers**2, 1.0
 
     monkeypatch.setattr(cases, "_compile_engine", compile)
     monkeypatch.setattr(

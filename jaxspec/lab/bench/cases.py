@@ -118,7 +118,6 @@ def predict(
                 "acceptance": chance,
                 "plain_ms": 1e3 * plain_s,
                 "plain_tokens_per_s": size / plain_s,
-                "draft_step_ms": 1e3 * pair.draft_step_s(**where),
                 "draft_length": length,
                 "tokens_per_s": gain * size / plain_s,
                 "speedup": gain,
@@ -526,7 +525,6 @@ def verifiers(
     for verifier in VERIFIERS:
         engine = Engine(model, drafter, verifier=verifier, draft_length=DRAFT_LENGTH, **shape)
         completions = engine.generate(prompts, params)
-        same = [a.token_ids == b.token_ids for a, b in zip(completions, plain, strict=True)]
         for domain in [*dict.fromkeys(domains), "all"]:
             chosen = [i for i, of in enumerate(domains) if domain in (of, "all")]
             total = Acceptance.total([completions[i].acceptance for i in chosen])
@@ -538,7 +536,6 @@ def verifiers(
                     "emitted_per_round": total.emitted_per_round,
                     "accepted_per_tested": accepted_per_tested(total),
                     "sum_min_p_q": float(np.mean([overlap[i] for i in chosen])),
-                    "num_equal_to_window_1": sum(same[i] for i in chosen),
                 }
             )
     engine = Engine(model, drafter, draft_length=DRAFT_LENGTH, **shape)
@@ -650,15 +647,8 @@ def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
         jax.config.update("jax_enable_compilation_cache", is_cached)
     results: list[dict[str, Any]] = []
     for num_layers, runs in zip(layers, zip(*times, strict=True), strict=True):
-        cpu_s, wall_s, programs = zip(*runs, strict=True)
-        result = {
-            "num_layers": num_layers,
-            "cpu_s": statistics.median(cpu_s),
-            "wall_s": statistics.median(wall_s),
-            "programs": {
-                what: statistics.median(each[what] for each in programs) for what in programs[0]
-            },
-        }
+        cpu_s, wall_s = map(statistics.median, zip(*runs, strict=True))
+        result = {"num_layers": num_layers, "cpu_s": cpu_s, "wall_s": wall_s}
         if results:
             before = results[-1]
             added_s = result["cpu_s"] - before["cpu_s"]
@@ -669,12 +659,9 @@ def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
     return {"results": results}
 
 
-def _compile_engine(
-    target: LanguageModel, draft: LanguageModel
-) -> tuple[float, float, dict[str, float]]:
-    """CPU seconds and seconds to compile a new engine's programs, and seconds of each."""
+def _compile_engine(target: LanguageModel, draft: LanguageModel) -> tuple[float, float]:
+    """CPU seconds and seconds to compile a new engine's programs."""
     engine = Engine(target, DraftModel(draft), draft_length=DRAFT_LENGTH, batch_size=8)
     started_s, cpu_started_s = time.perf_counter(), time.process_time()
-    compiled = engine.warm_up()
-    seconds = time.process_time() - cpu_started_s, time.perf_counter() - started_s
-    return *seconds, {each.name.split(" of ")[0]: each.seconds for each in compiled}
+    engine.warm_up()
+    return time.process_time() - cpu_started_s, time.perf_counter() - started_s

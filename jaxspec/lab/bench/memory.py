@@ -13,12 +13,10 @@ import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-import jax
-
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.memory import bytes_of, in_units, num_bytes
+from jaxspec.engine.memory import bytes_of, in_units
 from jaxspec.errors import PromptError
 from jaxspec.lab.bench.measure import PairBench, Tables
 from jaxspec.lab.cost.baseline import baseline_bytes
@@ -145,20 +143,21 @@ class MemoryBench(PairBench):
         results = []
         for name, engine in engines.items():
             found, seconds = turns.results[name], turns.median_s(name)
-            of_engine = self._bytes_of(engine)
-            generation_bytes = of_engine["generation_bytes"]
+            of_engine = bytes_of(engine.executor.loop)
+            needed = of_engine.generation_bytes
             num_tokens = sum(len(done.token_ids) for done in found)
             results.append(
                 {
                     "name": name,
-                    **of_engine,
+                    **of_engine.to_json(),
+                    "kv_bytes": of_engine.parts.kv_bytes,
                     "num_tokens": num_tokens,
                     "tokens_per_s": num_tokens / seconds,
                     "speed": turns.speedup(name, over=WITHOUT),
                     "speeds": turns.ratios(name, over=WITHOUT),
-                    "seconds": turns.seconds[name],
-                    "less_than_baseline": 1 - generation_bytes / in_all,
-                    "less_without_draft_logits": 1 - generation_bytes / without_draft_logits,
+                    "less_than_baseline": 1 - needed / in_all,
+                    "less_without_draft_logits": 1
+                    - of_engine.generation_bytes / without_draft_logits,
                     "num_reread_tokens": sum(done.num_reread_tokens for done in found),
                     "num_turns": len(found),
                     "num_equal_turns": _num_equal(found, turns.results[WITHOUT]),
@@ -207,15 +206,6 @@ class MemoryBench(PairBench):
                     found.append(done)
                     answers.append(done.text or "")
         return found
-
-    def _bytes_of(self, engine: Engine) -> dict[str, Any]:
-        """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
-        found = bytes_of(engine.executor.loop)
-        return {
-            **found.to_json(),
-            "kv_bytes": found.parts.kv_bytes,
-            "measured_state_bytes": num_bytes(jax.tree.leaves(engine.state)),
-        }
 
 
 def _num_equal(found: Sequence[Completion], others: Sequence[Completion]) -> int:

@@ -32,7 +32,7 @@ from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
 
-DRAFT_LENGTH = 4  # of the rounds that `jaxspec bench program` compiles
+BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
 MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
@@ -74,7 +74,7 @@ class Shape:
             EngineConfig(
                 scheduler=Static(),
                 draft_length=self.draft_length,
-                batch_size=self.batch_size,
+                batch_size=BATCH_SIZE,
                 max_length=self.context + self.draft_length + 1,
             ),
         )
@@ -274,8 +274,6 @@ class ProgramBench(Bench):
     """Kernels of both models; default: those made for the device."""
     num_layers: int | None = None
     """Use at most this many layers of both models; fewer compile faster."""
-    batch_size: int = 8
-    """Rows decoded together."""
     context: int = 1024
     """Committed tokens per row."""
 
