@@ -22,6 +22,7 @@ from jaxspec.lab.bench import measure, stages
 from jaxspec.lab.bench.decode import agreement
 from jaxspec.lab.bench.roofline import Ceilings
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import DEVICES, Device
 from jaxspec.load.models import load_model
 from jaxspec.models.decoder import num_params
 from jaxspec.models.registry import PRESETS
@@ -183,7 +184,7 @@ def test_decode_fits_the_cost_model_and_holds_points_out(document):
     for fit in model["fits"].values():
         assert fit["num_held_out"] == (fit["num_held_out"] + fit["num_fitted"]) // 3
         assert fit["held_out_error_median"] <= fit["held_out_error_worst"]
-        cost.Device.from_json(fit["device"])
+        Device.from_json(fit["device"])
     assert all(run["predicted"]["round_ms"] > 0 for run in document["runs"])
     assert document["round_error"]["worst"] >= document["round_error"]["median"]
 
@@ -264,9 +265,9 @@ def test_predict_takes_measured_acceptance(cli):
     (found,) = result.document["predictions"]
     pair = cost.Pair(
         target=PRESETS["vicuna-7b"],
-        target_device=cost.DEVICES["h200"],
+        target_device=DEVICES["h200"],
         draft=PRESETS["vicuna-68m"],
-        draft_device=cost.DEVICES["h200"],
+        draft_device=DEVICES["h200"],
     )
     where = {"batch": 1, "context": 1024}
     assert (found["draft_length"], found["speedup"]) == pair.best_draft_length(

@@ -14,7 +14,8 @@ from rich.console import Console
 from simulated_study import TRUTHS, simulate
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost.model import Device, Pair
+from jaxspec.lab.cost.devices import Device
+from jaxspec.lab.cost.model import Pair
 from jaxspec.lab.studies.scaling import analyse, print_report, read_rows, write_report
 from jaxspec.lab.studies.scaling.batch import fit_pair, predict_times
 from jaxspec.lab.studies.scaling.fits import LogLinear

@@ -29,6 +29,8 @@ from jaxspec.lab.bench.measure import case, over_outputs, random_prompts, tiny_c
 from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.bench.stages import forward_runs
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import read_device
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.lab.plan.request import describe
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
@@ -95,7 +97,7 @@ def predict(
             "--per-position was given rising values; they are cumulative (the probability that at "
             "least this many tokens are accepted), so each is at most the one before."
         )
-    find_devices = cost.read_device(device)
+    find_devices = read_device(device)
     of_target, of_draft = (describe(name).config for name in (target, draft))
     target_device, draft_device, block = find_devices(of_target, of_draft)
     pair = cost.Pair(
@@ -147,7 +149,7 @@ def time_passes(
     batch_sizes: Sequence[int],
     windows: Sequence[int],
     parents: Callable[[str, int], np.ndarray | None] = lambda name, window: None,
-) -> Iterator[tuple[dict[str, Any], cost.Pass]]:
+) -> Iterator[tuple[dict[str, Any], Pass]]:
     """Times forward passes in two variants, in alternation.
 
     Args:

@@ -27,6 +27,7 @@ from jaxspec.lab.bench.measure import Bench, Dtype, Say, of_best_fixed
 from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
 from jaxspec.lab.compare import run_candidates
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import fit_device
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
@@ -300,7 +301,7 @@ class DecodeBench:
         ]
         groups = {"all": [point for points in measured.values() for point in points], **measured}
         fits = {
-            name: cost.fit_device(
+            name: fit_device(
                 points,
                 name=f"{kinds} ({name})" if name != "all" else kinds,
                 source="fitted by jaxspec bench decode",

@@ -26,36 +26,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.drafters.growth import Tree
-from jaxspec.lab.cost.devices import (
-    DEVICES,
-    Device,
-    FindDevices,
-    Fit,
-    Timed,
-    fit_device,
-    is_held_out,
-    read_device,
-    split,
-)
+from jaxspec.lab.cost.devices import Timed
 from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.config import ModelConfig
-
-__all__ = [
-    "DEVICES",
-    "LONGEST_DRAFT",
-    "Device",
-    "FindDevices",
-    "Fit",
-    "Pair",
-    "Pass",
-    "Timed",
-    "emitted_per_round",
-    "fit_device",
-    "geometric",
-    "is_held_out",
-    "read_device",
-    "split",
-]
 
 LONGEST_DRAFT = 16  # longest draft length that is searched
 

@@ -29,7 +29,7 @@ from jaxspec.decode.settings import LARGEST_NUM_SLOTS
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.memory import Parts, PlanBytes, bytes_of, in_units, measure_parts
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import DEVICES, read_device
 from jaxspec.lab.plan.plan import MemoryPlan, PlannedRun, PlanSettings
 from jaxspec.lab.plan.request import (
     DescribedDraft,
@@ -90,7 +90,7 @@ def plan_memory(
       batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
       context: tokens of a request, prompt and output; speeds are predicted as if half of them were
         the prompt's.
-      device: a key of `cost.DEVICES` (datasheet values), or the file of a document that `jaxspec
+      device: a key of `DEVICES` (datasheet values), or the file of a document that `jaxspec
         bench decode` wrote on this machine (fitted values).
       keep: share of the fastest plan's predicted speed that must be kept, above 0 and at most 1.
       acceptance: chance that a drafted token is accepted, alike at every position; or measured
@@ -129,7 +129,7 @@ def plan_memory(
     verifier, scheduler = make_verifier(verifier), make_scheduler(scheduler)
     if drafter is not None and draft is not None:
         raise SettingError("Both a draft model and a drafter were given; plan with one of them.")
-    find_devices = cost.read_device(device)
+    find_devices = read_device(device)
     described = describe(target)
     drafting = None if draft is None else DescribedDraft(model=describe(draft))
     if drafter is not None:
@@ -140,7 +140,7 @@ def plan_memory(
         draft_options={} if drafting is None else drafting.options,
         batch=batch,
         context=context,
-        is_datasheet=device in cost.DEVICES,
+        is_datasheet=device in DEVICES,
         find_devices=find_devices,
         acceptance=acceptance,
         given_dtype=dtype,

@@ -23,7 +23,7 @@ from jaxspec.drafters.tree_names import named_tree
 from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
-from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import Device, FindDevices
 from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
 from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
@@ -194,7 +194,7 @@ class PlanRequest:
     batch: int
     context: int
     is_datasheet: bool
-    find_devices: cost.FindDevices
+    find_devices: FindDevices
     acceptance: float | Sequence[float]
     given_dtype: str | None
     verifier: Verifier
@@ -224,7 +224,7 @@ class PlanRequest:
         return parse_dtype(self.given_dtype or self.target.dtype or default).name
 
     @property
-    def devices(self) -> tuple[cost.Device, cost.Device, int | None]:
+    def devices(self) -> tuple[Device, Device, int | None]:
         """Of the target, of the draft model, and the block of KV that attention reads at a time."""
         return self.find_devices(
             self.target.config, None if self.draft is None else self.draft.config

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxspec.cache.pages import KvDtype
 from jaxspec.engine.memory import num_bytes
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import Device, split
 from jaxspec.lab.plan.plan import PlanSettings
 from jaxspec.lab.plan.request import PlanRequest, model_axes
 from jaxspec.models.config import ModelConfig
@@ -34,11 +35,11 @@ def pair_of(request: PlanRequest, settings: PlanSettings) -> cost.Pair:
     is on each of them."""
     of_target, of_draft, block = request.devices
     num_shards, draft = settings.num_model_shards, None
-    of_target = cost.split(of_target, num_shards)
+    of_target = split(of_target, num_shards)
     if request.draft is not None and settings.draft_length:
         draft = request.draft.config
         if num_shards in model_axes(draft, num_shards):
-            of_draft = cost.split(of_draft, num_shards)
+            of_draft = split(of_draft, num_shards)
     itemsize, draft_itemsize = (
         jnp.dtype(each or request.dtype).itemsize for each in (request.dtype, request.draft_dtype)
     )
@@ -59,7 +60,7 @@ def pair_of(request: PlanRequest, settings: PlanSettings) -> cost.Pair:
     )
 
 
-def _drafter_s(request: PlanRequest, device: cost.Device) -> float:
+def _drafter_s(request: PlanRequest, device: Device) -> float:
     """Seconds per round of a drafter that is planned as it is: its weights are read once, and the
     head of the target, if it uses that, once for each level, or once for a chain that is drafted as
     a whole."""

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost.model import Device, Fit, Pair, Pass, fit_device
+from jaxspec.lab.cost.devices import Device, Fit, fit_device
+from jaxspec.lab.cost.model import Pair
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.lab.intervals import ENDS, resample
 from jaxspec.lab.studies.scaling.estimators import as_numbers, cumulative_by_prompt
 from jaxspec.lab.studies.scaling.fits import least_squares
@@ -226,7 +228,7 @@ def fit_pair(
       most_bytes_per_s: measured ceiling of the bandwidth (`bench.roofline.measure_ceilings`).
       most_flops_per_s: measured ceiling of the rate of products.
       itemsize: bytes of a parameter.
-      block: see `cost.Pass`.
+      block: see `Pass`.
 
     Returns:
       the pair, and the fits of `target` and `draft`.
