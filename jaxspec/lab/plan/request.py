@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
+from jaxspec.cache.pages import BLOCK, KV_DTYPES, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.decode.loop import DecodeLoop
@@ -32,7 +33,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import ShapeModel, shape_model
-from jaxspec.runtime.values import check_kind, listed, whole_number
+from jaxspec.runtime.values import check_kind, is_one_of, listed, refusal, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.verifiers import Verifier
 
@@ -55,21 +56,26 @@ class Search:
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
 
     def __post_init__(self):
-        for name in ("draft_lengths", "kv_dtypes", "draft_kv_windows"):
-            if getattr(self, name) == ():
+        checks = {
+            "kv_dtypes": _check_kv_dtype,
+            "draft_kv_windows": lambda window: check_kv_window(window, NUM_SINKS)[0],
+        }
+        if self.draft_lengths is not None:
+            checks["draft_lengths"] = functools.partial(whole_number, "draft_lengths", least=0)
+        for name, check in checks.items():
+            entries = tuple(map(check, listed(name, getattr(self, name))))
+            if not entries:
                 raise SettingError(
                     f"There is nothing to choose from: {name} has no value; give at least one to "
                     "try."
                 )
-        if self.draft_lengths is not None:
-            lengths = tuple(
-                whole_number("draft_lengths", length, least=0)
-                for length in listed("draft_lengths", self.draft_lengths)
-            )
-            object.__setattr__(self, "draft_lengths", lengths)
-        for window in self.draft_kv_windows:
-            if window is not None:
-                check_kv_window(window, NUM_SINKS)
+            object.__setattr__(self, name, entries)
+
+
+def _check_kv_dtype(kv_dtype: Any) -> KvDtype | None:
+    if kv_dtype is not None and not is_one_of(kv_dtype, KV_DTYPES):
+        raise refusal("kv_dtypes", kv_dtype, "None or 'int8'")
+    return kv_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
