@@ -26,8 +26,8 @@ from jaxspec.lab.bench.drafters import DraftersBench
 from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
 from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
-from jaxspec.lab.bench.memory import MemoryBench
-from jaxspec.lab.bench.program import ProgramBench
+from jaxspec.lab.bench.memory import memory
+from jaxspec.lab.bench.program import program
 from jaxspec.lab.studies.rounds import SchedulersBench
 from jaxspec.load.models import DEMO_MODELS, load_model
 from jaxspec.requests.prompts import encode_prompts, load_prompts
@@ -300,9 +300,9 @@ def grouped(
 BENCHES = (
     DecodeCommand,
     GpuCommand,
-    ProgramBench,
+    program,
     DraftersBench,
-    MemoryBench,
+    memory,
     SchedulersBench,
     *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
 )

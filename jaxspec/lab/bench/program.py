@@ -9,8 +9,7 @@ computation. All of this can be read from the compiled program, and compiling it
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
-from jaxspec.lab.bench.measure import Bench, Tables
+from jaxspec.lab.bench.measure import case
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -74,7 +73,7 @@ class Shape:
             EngineConfig(
                 scheduler=Static(),
                 draft_length=self.draft_length,
-                batch_size=BATCH_SIZE,
+                batch_size=self.batch_size,
                 max_length=self.context + self.draft_length + 1,
             ),
         )
@@ -256,78 +255,69 @@ RESULTS: Columns = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramBench(Bench):
+@case("program", {"results": ("a round, by what was compiled", RESULTS)})
+def program(
+    target: str = "qwen3-8b",
+    draft: str = "qwen3-0.6b",
+    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",),
+    kernels: tuple[KernelsName, ...] = (),
+    num_layers: int | None = None,
+    context: int = 1024,
+) -> dict[str, Any]:
     """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
-    `deviceless`)."""
+    `deviceless`).
 
-    NAME: ClassVar[str] = "program"
-    TABLES: ClassVar[Tables] = {"results": ("a round, by what was compiled", RESULTS)}
+    Args:
+      target: A preset.
+      draft: A preset for its draft model.
+      devices: Devices to compile for.
+      kernels: Kernels of both models; default: those made for the device.
+      num_layers: Use at most this many layers of both models; fewer compile faster.
+      context: Committed tokens per row.
+    """
+    for name in (target, draft):
+        if name not in PRESETS:
+            raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")
+    results = []
+    for device in devices:
+        with as_if_on(device):
+            for each in kernels or (default_kernels(),):
+                shape = Shape(
+                    target=_cut(PRESETS[target], num_layers),
+                    draft=_cut(PRESETS[draft], num_layers),
+                    kernels=each,
+                    batch_size=BATCH_SIZE,
+                    context=context,
+                    draft_length=DRAFT_LENGTH,
+                )
+                results += _compile(device, shape)
+    problems = dict.fromkeys(
+        f"{found['device']}, {found['kernels']}: {problem}."
+        for found in results
+        for problem in found["problems"]
+    )
+    notes = [*problems, "Loops over KV are counted at the given context; nothing was run."]
+    return {"results": results, "notes": notes}
 
-    target: str = "qwen3-8b"
-    """A preset."""
-    draft: str = "qwen3-0.6b"
-    """A preset for its draft model."""
-    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
-    """Devices to compile for."""
-    kernels: tuple[KernelsName, ...] = ()
-    """Kernels of both models; default: those made for the device."""
-    num_layers: int | None = None
-    """Use at most this many layers of both models; fewer compile faster."""
-    context: int = 1024
-    """Committed tokens per row."""
 
-    def measure(self) -> dict[str, Any]:
-        """A result per device, kernels and kind of rows; nothing is run.
-
-        Raises:
-          SettingError: there is no such preset, or nothing can be compiled for a device here.
-        """
-        for name in (self.target, self.draft):
-            if name not in PRESETS:
-                raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")
-        results = []
-        for device in self.devices:
-            with as_if_on(device):
-                for kernels in self.kernels or (default_kernels(),):
-                    results += self._compile(device, kernels)
-        return {"results": results}
-
-    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The problems found."""
-        found = [
-            (f"{result['device']}, {result['kernels']}: {problem}.", "red")
-            for result in document["results"]
-            if result["rows"] != "sampled"  # of the same program
-            for problem in result["problems"]
-        ]
-        return [*found, ("Loops over KV are counted at the given context.", "dim")]
-
-    def _compile(self, device: str, kernels: KernelsName) -> list[dict[str, Any]]:
-        shape = Shape(
-            target=_cut(PRESETS[self.target], self.num_layers),
-            draft=_cut(PRESETS[self.draft], self.num_layers),
-            kernels=kernels,
-            batch_size=self.batch_size,
-            context=self.context,
-            draft_length=DRAFT_LENGTH,
-        )
-        program = compile_run(device, shape)
-        found = {
-            "device": device,
-            "kernels": kernels,
-            "problems": program.problems(draft_length=DRAFT_LENGTH),
-            **{
-                field.name: getattr(program, field.name)
-                for field in dataclasses.fields(Program)
-                if field.name not in ("greedy", "sampled")
-            },
-        }
-        if ABSENT_DEVICES[device].platform != "gpu":
-            return [{**found, "rows": "any"}]
-        found["launches_per_layer"] = launches_per_layer(device, shape)
-        return [
-            {**found, "rows": rows, "launches": dataclasses.asdict(launches)}
-            for rows, launches in (("greedy", program.greedy), ("sampled", program.sampled))
-            if launches is not None
-        ]
+def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
+    """A result for each kind of rows."""
+    compiled = compile_run(device, shape)
+    found = {
+        "device": device,
+        "kernels": shape.kernels,
+        "problems": compiled.problems(draft_length=DRAFT_LENGTH),
+        **{
+            field.name: getattr(compiled, field.name)
+            for field in dataclasses.fields(Program)
+            if field.name not in ("greedy", "sampled")
+        },
+    }
+    if ABSENT_DEVICES[device].platform != "gpu":
+        return [{**found, "rows": "any"}]
+    found["launches_per_layer"] = launches_per_layer(device, shape)
+    return [
+        {**found, "rows": rows, "launches": dataclasses.asdict(launches)}
+        for rows, launches in (("greedy", compiled.greedy), ("sampled", compiled.sampled))
+        if launches is not None
+    ]
