@@ -21,11 +21,11 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench import cases
-from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
+from jaxspec.lab.bench.decode import DecodeBench
 from jaxspec.lab.bench.drafters import DraftersBench
 from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
-from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
+from jaxspec.lab.bench.measure import Bench, Dtype, only_run_into, random_prompts
 from jaxspec.lab.bench.memory import memory
 from jaxspec.lab.bench.program import program
 from jaxspec.lab.studies.rounds import SchedulersBench
@@ -41,10 +41,36 @@ REPEATS = 3  # timed runs of each cell of the GPU grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCommand(DecodeOptions):
+class DecodeCommand(Bench):
     """Compare plain and speculative decoding: tokens per second, stages of a round, fraction of the
     roofline."""
 
+    NAME: ClassVar[str] = "decode"
+
+    target: str = "demo-target"
+    """Any model that `load_model` takes; with --against hf a Hugging Face directory, one of the
+    embedded pair or `random:PRESET`."""
+    draft: str | None = None
+    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
+    drafter: str | None = None
+    """As in `jaxspec generate`; with settings a JSON object, such as `{"kind": "ngram", "branches":
+    4}`."""
+    oracle: float | None = None
+    """Draft what the target will emit, each token right with this probability, at the cost of the
+    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Batch sizes to measure."""
+    draft_lengths: tuple[int, ...] = (2, 4, 6)
+    """Draft lengths to measure."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default 24 sample prompts, cut after 64 tokens, or random ones for a target
+    without a tokenizer."""
+    max_tokens: int = 48
+    """Tokens emitted per prompt; EOS is ignored."""
+    dtype: Dtype = "float32"
+    """Dtype of parameters, compute and cache."""
+    repeats: int = 5
+    """Timed runs of each kind; the median is reported."""
     against: Literal["hf"] | None = None
     """Also run `transformers` on the same models and prompts, in alternation (extra `parity`)."""
 
@@ -66,10 +92,13 @@ class DecodeCommand(DecodeOptions):
             else:
                 prompts = encode_prompts(lines, target, max_prompt_tokens=longest)
             bench = DecodeBench(
-                options=self,
                 target=target,
                 drafter=make_drafter(target),
                 prompts=prompts,
+                batch_sizes=self.batch_sizes,
+                draft_lengths=self.draft_lengths,
+                max_tokens=self.max_tokens,
+                repeats=self.repeats,
                 least_length=min(LEAST_LENGTH, target.config.max_length),
                 say=status.update,
             )
