@@ -18,10 +18,10 @@ from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
 from jaxspec.errors import SettingError
-from jaxspec.lab.plan.planner import plan_memory
+from jaxspec.lab.plan.planner import MOST_DEVICES, plan_memory
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.options import LARGEST_NUMBER
+from jaxspec.runtime.options import LARGEST_NUMBER, check_between
 from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import SchedulerName
@@ -93,6 +93,7 @@ class PlanCommand(JsonOption):
         budget_bytes = parse_bytes(self.budget)
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
         num_devices = 1 if mesh is None else math.prod(mesh)
+        check_between("--mesh, in devices,", num_devices, 1, MOST_DEVICES)
         if needs_virtual_devices(num_devices):
             with working(f"compiling for {num_devices} virtual devices, in a process of its own"):
                 document = self._in_child(num_devices)
@@ -159,12 +160,8 @@ class PlanCommand(JsonOption):
         console.print(TextTable(title=f"bytes{each}", header=("", "bytes"), rows=rows))
         runs = [{"name": name, **plan[name]} for name in ("chosen", "fastest")]
         console.print(TextTable.of_columns("plans (speeds are predictions)", RUNS, runs))
-        remarks = []
-        for program in plan["programs"]:
-            remarks.append(
-                "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
-                "".format_map(program)
-            )
+        compiled = "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
+        remarks = [compiled.format_map(program) for program in plan["programs"]]
         for text in (*remarks, *plan["remarks"]):
             console.print(text, style="dim", highlight=False)
         console.print(plan["description"], markup=False, highlight=False, soft_wrap=True)
