@@ -84,9 +84,20 @@ def test_forward_passes_are_timed_in_turns(bench, names, num_results, monkeypatc
         assert found["ratios"] == [found["ratio"]] == [pytest.approx(first / second)]
 
 
-def test_no_batch_size_is_refused():
-    with pytest.raises(SettingError, match="--batch-sizes nothing was given"):
-        cases.kv(batch_sizes=()).check()
+@pytest.mark.parametrize(
+    ("bench", "expected"),
+    [
+        (cases.kv(batch_sizes=()), "--batch-sizes nothing was given"),
+        (cases.sessions(histories=(64, 200)), "--histories 64 was given"),
+        *(
+            (cases.compile_time(layers=layers), "two or more numbers, rising")
+            for layers in ((4,), (4, 2), (2, 2))
+        ),
+    ],
+)
+def test_options_that_nothing_can_be_measured_with_are_refused(bench, expected):
+    with pytest.raises(SettingError, match=expected):
+        run(bench)
 
 
 def test_gaps_of_a_stream_are_reported_by_chunk_size(tmp_path, monkeypatch):
@@ -114,11 +125,6 @@ def test_a_second_turn_prefills_only_what_is_new(monkeypatch):
     assert [each["num_reread"] for each in (in_row, on_host)] == [0, 0]
     assert without["speedup"] == 1
     assert "session on the host" in shown
-
-
-def test_a_history_without_a_prompt_is_refused():
-    with pytest.raises(SettingError, match="--histories 64 was given"):
-        run(cases.sessions(histories=(64, 200)))
 
 
 def test_a_small_run_of_the_verifiers(monkeypatch):
@@ -168,9 +174,3 @@ def test_growth_of_a_compiler_that_takes_the_square(monkeypatch):
     results = run(cases.compile_time(layers=(1, 2, 4)))[0]["results"]
     assert [each["exponent"] for each in results[1:]] == pytest.approx([2, 2])
     assert [each["cpu_s_per_added_layer"] for each in results[1:]] == pytest.approx([1.5, 3])
-
-
-@pytest.mark.parametrize("layers", [(4,), (4, 2), (2, 2)])
-def test_numbers_of_layers_that_show_no_growth_are_refused(layers):
-    with pytest.raises(SettingError, match="two or more numbers, rising"):
-        run(cases.compile_time(layers=layers))
