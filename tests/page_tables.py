@@ -14,14 +14,14 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
-TABLES = {}  # by name: the files, a function of their documents, and how they were made
+TABLES = {}  # by name: the files, and a function of their documents
 
 
-def of(*files, how="Measured"):
+def of(*files):
     """Enters a function of the documents of `files`, which returns a table's header and rows."""
 
     def enter(function):
-        TABLES[function.__name__] = files, function, how
+        TABLES[function.__name__] = files, function
         return function
 
     return enter
@@ -29,9 +29,7 @@ def of(*files, how="Measured"):
 
 # ------------------------------------------------------------------------------------- the pages
 
-PLACE = re.compile(
-    r"<!-- table: (\w+) -->\n(?:\n(?:\|.*\n)+)?(?:\n(?:Measured|Predicted) at .*\n)?"
-)
+PLACE = re.compile(r"<!-- table: (\w+) -->\n(?:\n(?:\|.*\n)+)?(?:\nMeasured at .*\n)?")
 
 
 def rewritten(page):
@@ -43,19 +41,19 @@ def rewritten(page):
 
 def rendered(name, folder):
     """A table below its name, and the line below it: at which commit and where it was measured."""
-    files, function, how = TABLES[name]
+    files, function = TABLES[name]
     header, rows = function(*map(document, files))
     first, *lines = (" | ".join(["", *line, ""]).strip() for line in [header, *rows])
     table = "\n".join([first, "|" + "---|" * len(header), *lines])
     table = re.sub(r"(?<=\|) +(?=\|)", " ", table)
     places = {}
     for each in files:
-        places.setdefault(each.partition("#")[0], []).append(origin(each, how))
+        places.setdefault(each.partition("#")[0], []).append(origin(each))
     origins = ", and at ".join(
         f"{' and at '.join(dict.fromkeys(each))} ([{pathlib.Path(file).name}]({folder}/{file}))"
         for file, each in places.items()
     )
-    return f"<!-- table: {name} -->\n\n{table}\n\n{how} at {origins}.\n"
+    return f"<!-- table: {name} -->\n\n{table}\n\nMeasured at {origins}.\n"
 
 
 @functools.cache
@@ -66,15 +64,16 @@ def document(name):
     return found["measurements"][part] if part else found
 
 
-def origin(name, how):
-    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels```; without the machine for what
-    was predicted, which does not depend on it."""
+def origin(name):
+    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels, 2026-11-26```; without the day
+    where an older file has none."""
     devices, commit = document(name)["devices"], document(name)["commit"]
+    day = f", {document(name)['date']}" if "date" in document(name) else ""
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
     kernels = devices.get("kernels_family") or devices["kernels"]
     machine = f" on {devices['cpu_count']} cores{model}, {kernels} kernels"
     changed = ", with changes," if commit.endswith("+") else ""
-    return f"`{commit[:7]}`{changed}{machine if how == 'Measured' else ''}"
+    return f"`{commit[:7]}`{changed}{machine}{day}"
 
 
 def main():
@@ -376,24 +375,6 @@ def speeds_of_heads(found):
     return batches(sizes), speed_ups(found, sizes, names)
 
 
-@of("heads-speed-cpu.json", how="Predicted")
-def predicted_heads(found):
-    kinds = {"Medusa": "medusa", "Hydra": "hydra", "Clover": "clover", "Clover-2": "clover2"}
-    rows = []
-    for label, target in {
-        "Vicuna-7B, 68M": "vicuna-7b",
-        "Qwen3-8B, 0.6B": "qwen3-8b",
-        "GLM-4-9B, 0.6B": "glm-4-9b",
-    }.items():
-        cells = [label]
-        for kind in kinds.values():
-            each = one(found["predicted"], target=target, kind=kind, batch_size=1)
-            block = f" ({each['block_ms']:.2f})" if each["block_ms"] else ""
-            cells.append(f"{each['heads_ms']:.2f}{block} ms")
-        rows.append([*cells, f"{each['draft_model_ms']:.2f} ms", f"{each['target_ms']:.1f} ms"])
-    return ["target, draft model", *kinds, "draft model", "target's pass"], rows
-
-
 # ------------------------------------------------------------------------------------- FlexDraft
 
 
@@ -478,8 +459,8 @@ def trees_beside_chains(found):
     ]
 
 
-TABLES["trees"] = ("trees-cpu.json",), trees_beside_chains, "Measured"
-TABLES["trees_held_out"] = ("trees-held-out-cpu.json",), trees_beside_chains, "Measured"
+TABLES["trees"] = ("trees-cpu.json",), trees_beside_chains
+TABLES["trees_held_out"] = ("trees-held-out-cpu.json",), trees_beside_chains
 
 
 @of("trees-speed-cpu.json")
@@ -682,7 +663,7 @@ def scaling_at_a_million(label, name, unit=1):
         along = (f"{point['x'] / unit:.0f}" for point in both[0]["points"])
         return [f"1,000,000 tokens, {label}", *along, "slope per decade", "law?"], rows
 
-    return ("scaling-cpu/scaling.json",), made, "Measured"
+    return ("scaling-cpu/scaling.json",), made
 
 
 PARAMETERS = "thousand parameters without the embedding"

@@ -21,14 +21,13 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench import cases
-from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
+from jaxspec.lab.bench.decode import DecodeBench
 from jaxspec.lab.bench.drafters import DraftersBench
 from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
-from jaxspec.lab.bench.measure import Bench, only_run_into, random_prompts
-from jaxspec.lab.bench.memory import MemoryBench
-from jaxspec.lab.bench.plots import plot_decode
-from jaxspec.lab.bench.program import ProgramBench
+from jaxspec.lab.bench.measure import Bench, Dtype, only_run_into, random_prompts
+from jaxspec.lab.bench.memory import memory
+from jaxspec.lab.bench.program import program
 from jaxspec.lab.studies.rounds import schedulers
 from jaxspec.load.models import DEMO_MODELS, load_model
 from jaxspec.requests.prompts import encode_prompts, load_prompts
@@ -36,46 +35,71 @@ from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
 
 RANDOM = "random:"  # prefix of the name of a preset with random weights
+NUM_SAMPLES, SAMPLE_TOKENS = 24, 64  # prompts of `bench decode`, and their longest, by default
+LEAST_LENGTH = 512  # slots per row of `bench decode`
 REPEATS = 3  # timed runs of each cell of the GPU grid
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeCommand(DecodeOptions):
+class DecodeCommand(Bench):
     """Compare plain and speculative decoding: tokens per second, stages of a round, fraction of the
     roofline."""
 
+    NAME: ClassVar[str] = "decode"
+
+    target: str = "demo-target"
+    """Any model that `load_model` takes; with --against hf a Hugging Face directory, one of the
+    embedded pair or `random:PRESET`."""
+    draft: str | None = None
+    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
+    drafter: str | None = None
+    """As in `jaxspec generate`; with settings a JSON object, such as `{"kind": "ngram", "branches":
+    4}`."""
+    oracle: float | None = None
+    """Draft what the target will emit, each token right with this probability, at the cost of the
+    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
+    batch_sizes: tuple[int, ...] = (1, 4, 8)
+    """Batch sizes to measure."""
+    draft_lengths: tuple[int, ...] = (2, 4, 6)
+    """Draft lengths to measure."""
+    prompts: pathlib.Path | None = None
+    """Prompt file; default 24 sample prompts, cut after 64 tokens, or random ones for a target
+    without a tokenizer."""
+    max_tokens: int = 48
+    """Tokens emitted per prompt; EOS is ignored."""
+    dtype: Dtype = "float32"
+    """Dtype of parameters, compute and cache."""
+    repeats: int = 5
+    """Timed runs of each kind; the median is reported."""
     against: Literal["hf"] | None = None
     """Also run `transformers` on the same models and prompts, in alternation (extra `parity`)."""
-    plot: pathlib.Path | None = None
-    """Image file to write (extra `analysis`)."""
-
-    def run(self, console: Console) -> dict[str, Any]:
-        """Measures, writes the files, prints the tables; returns the JSON document."""
-        document = super().run(console)
-        if self.plot is not None:
-            save_figure(plot_decode(document), self.plot)
-        return document
 
     def measure(self) -> dict[str, Any]:
-        """Everything that `DecodeBench` measures, and compile times."""
+        """Everything that `DecodeBench` measures, and what `transformers` does."""
         draft = self._draft()
         options = DrafterOptions(draft=draft, drafter=self.drafter)
         make_drafter = options.choose_drafter(dtype=self.dtype)
         assert make_drafter is not None
-        lines, inputs = load_prompts(self.prompts, self.limit)
+        is_sample = self.prompts is None
+        lines, inputs = load_prompts(self.prompts, NUM_SAMPLES if is_sample else None)
         with working("") as status:
             status.update("loading the models")
             target = load_model(self.target, dtype=self.dtype)
-            if target.tokenizer is None and self.prompts is None:
-                drawn, inputs = random_prompts(target, self.limit, self.max_prompt_tokens), {}
+            longest = SAMPLE_TOKENS if is_sample else None
+            if target.tokenizer is None and is_sample:
+                drawn, inputs = random_prompts(target, NUM_SAMPLES, SAMPLE_TOKENS), {}
                 prompts = [tuple(prompt) for prompt in drawn]
             else:
-                prompts = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
+                prompts = encode_prompts(lines, target, max_prompt_tokens=longest)
             bench = DecodeBench(
-                options=self,
                 target=target,
                 drafter=make_drafter(target),
                 prompts=prompts,
+                batch_sizes=self.batch_sizes,
+                draft_lengths=self.draft_lengths,
+                max_tokens=self.max_tokens,
+                repeats=self.repeats,
+                least_length=min(LEAST_LENGTH, target.config.max_length),
                 say=status.update,
             )
             if self.oracle is not None:
@@ -83,10 +107,6 @@ class DecodeCommand(DecodeOptions):
                 bench = bench.with_oracle(self.oracle)
             against = [] if self.against is None else compare(bench, self._load_hf(bench))
             results = bench.run()
-            status.update("measuring compile times in another process")
-            results["compile"] = cases.compile_times(
-                self._engine_options(draft, bench), batch_size=max(self.batch_sizes)
-            )
         results["holds"] &= all(pair["num_not_ties"] == 0 for pair in against)
         return {**results, "against": against, "inputs": inputs}
 
@@ -120,14 +140,7 @@ class DecodeCommand(DecodeOptions):
             "rounds, none of which was fitted: {median:.0%} and {worst:.0%}.".format_map(
                 document["round_error"]
             ),
-            "Compiling at batch {batch_size}: {cold_s:.1f} s, from the persistent cache "
-            "{persistent_s:.1f} s.".format_map(document["compile"]),
         ]
-        memory = document["runs"][-1]["memory"]
-        if memory["bytes"] is not None:
-            sentences.append(
-                f"Memory of the last run: {memory['bytes'] / 2**20:.0f} MiB ({memory['source']})."
-            )
         if any(run["is_synthetic"] for run in document["runs"]):
             sentences.append(
                 "The drafts are synthetic: an oracle makes them, at a draft model's cost."
@@ -165,11 +178,6 @@ class DecodeCommand(DecodeOptions):
                         "directory, not of the embedded pair and not random:PRESET; name "
                         "directories with a config.json, so that both sides read the same weights."
                     )
-            if self.temperature:
-                raise SettingError(
-                    f"--against hf was given at temperature {self.temperature:g}, where both sides "
-                    "draw with their own random numbers; leave the temperature out."
-                )
 
     def _load_hf(self, bench: DecodeBench) -> HuggingFace:
         """The same weights in `transformers`; without the draft model if an oracle drafts."""
@@ -184,13 +192,6 @@ class DecodeCommand(DecodeOptions):
             return HuggingFace.load(
                 source(self.target, "target"), draft and source(draft, "draft"), dtype=self.dtype
             )
-
-    def _engine_options(self, draft: str | None, bench: DecodeBench) -> list[str]:
-        """Options of `jaxspec generate` that make the last of the speculative engines."""
-        drafter = ["--draft", draft] if draft else ["--drafter", str(self.drafter)]
-        options = ["--target", self.target, *drafter]
-        options += ["--draft-length", str(max(self.draft_lengths))]
-        return [*options, "--max-length", str(bench.max_length), "--dtype", self.dtype]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -328,9 +329,9 @@ def grouped(
 BENCHES = (
     DecodeCommand,
     GpuCommand,
-    ProgramBench,
+    program,
     DraftersBench,
-    MemoryBench,
+    memory,
     schedulers,
     *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
 )

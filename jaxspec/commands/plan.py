@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import jax
 from rich.console import Console
@@ -18,16 +18,14 @@ from jaxspec.commands.options import DtypeName, JsonOption
 from jaxspec.commands.progress import working
 from jaxspec.engine.memory import in_units
 from jaxspec.errors import SettingError
-from jaxspec.lab.plan.planner import check_asked, plan_memory
+from jaxspec.lab.plan.planner import MOST_DEVICES, plan_memory
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.documents import make_document
-from jaxspec.runtime.options import LARGEST_NUMBER
+from jaxspec.runtime.options import LARGEST_NUMBER, check_between
 from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.schedulers import SchedulerName
-from jaxspec.verifiers import VerifierName
 
-KVDtypeName: TypeAlias = Literal["model", "int8"]
 UNITS = {"": 1, **{unit: 1000**n for n, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)}}
 UNITS |= {unit: 1024**n for n, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)}
 VIRTUAL_DEVICES = "--xla_force_host_platform_device_count"
@@ -41,18 +39,10 @@ PARTS = {
     "logits_bytes": "logits of a round",
     "draft_probs_bytes": "distributions of the drafts",
 }
-BASELINE = {
-    "target_kv_bytes": "KV of the target, full context",
-    "draft_kv_bytes": "KV of the draft model, full context",
-    "prefill_logits_bytes": "logits of every prompt position",
-    "verify_logits_bytes": "logits of a round",
-    "duplicated_logits_bytes": "the same, once per path of the tree",
-}
 RUNS: Columns = {
     "plan": "{name}",
     "bytes": lambda run: in_units(run["bytes"]["total_bytes"]),
     "tokens/s": "{tokens_per_s:.0f}",
-    "rounds only": "{decode_tokens_per_s:.0f}",
     "settings": "{sentence}",
 }
 
@@ -71,30 +61,25 @@ class PlanCommand(JsonOption):
     """What drafts instead, as in `jaxspec generate`: `ngram`, `heads:MODEL`, `flexdraft:MODEL`, or
     with settings a JSON object, such as `{"kind": "draft_model", "model": MODEL, "tree":
     "4x4:12"}`, whose KV is searched over like that of --draft. For a tree, draft lengths are
-    numbers of nodes, and --per-position is needed."""
+    numbers of nodes, and --acceptance needs a probability for each node."""
     budget: str
     """Per device: bytes, or a number with a unit, such as `24GiB` or `80GB`."""
     batch: int = 8
     """Rows to decode together, over all devices."""
     context: int = 1024
     """Tokens of a request, prompt and output."""
-    prompt_tokens: int | None = None
-    """How many of these are the prompt's; default half."""
     device: str = "h200"
     """`a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
     measured), or a JSON document of `jaxspec bench decode --json` from this machine."""
     keep: float = 0.96
     """Fraction of the fastest plan's predicted speed to keep."""
-    acceptance: float = 0.7
-    """Probability that a drafted token is accepted, the same at every position."""
-    per_position: tuple[float, ...] = ()
-    """Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted tokens are
-    accepted; for a tree, that its first, second, ... node is."""
+    acceptance: tuple[float, ...] = (0.7,)
+    """Probability that a drafted token is accepted, the same at every position; or measured
+    probabilities that at least 1, 2, ... drafted tokens are, for a tree that its first, second, ...
+    node is."""
     dtype: DtypeName | None = None
     """Dtype of the weights; default: that which the model is loaded in. A preset has bfloat16, and
     float32 when the plan is for this machine's CPU."""
-    verifier: VerifierName = "coupled"
-    """As in `jaxspec generate`; some verifiers keep the distributions of the drafts."""
     scheduler: SchedulerName = "continuous"
     """As in `jaxspec generate`; `continuous` keeps extra rows besides the batch."""
     mesh: str | None = None
@@ -102,54 +87,39 @@ class PlanCommand(JsonOption):
     draft_lengths: tuple[int, ...] | None = None
     """Draft lengths to try; 0 is plain decoding. Default 0 to 8; for trees and FlexDraft, lengths
     that fill the windows up to theirs (0, 2, 4, 8, ...)."""
-    kv_dtypes: tuple[KVDtypeName, ...] = ("model", "int8")
-    """Dtypes of the target's KV to try: the model's own, or int8, which changes the output a little
-    and is chosen only if nothing else fits."""
-    draft_kv_windows: tuple[int, ...] = (0, 512)
-    """Numbers of tokens whose KV the draft model keeps, to try; 0 keeps all."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Plans and prints; returns the JSON document."""
         budget_bytes = parse_bytes(self.budget)
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
         num_devices = 1 if mesh is None else math.prod(mesh)
-        asked: dict[str, Any] = {
-            "batch": self.batch,
-            "context": self.context,
-            "prompt_tokens": self.prompt_tokens,
-            "keep": self.keep,
-            "acceptance": self.per_position or self.acceptance,
-            "mesh": mesh,
-            "search": Search(
-                draft_lengths=self.draft_lengths,
-                kv_dtypes=tuple(None if name == "model" else name for name in self.kv_dtypes),
-                draft_kv_windows=tuple(window or None for window in self.draft_kv_windows),
-            ),
-        }
-        check_asked(budget_bytes, **asked)  # before other processes, and before models are loaded
+        check_between("--mesh, in devices,", num_devices, 1, MOST_DEVICES)
         if needs_virtual_devices(num_devices):
             with working(f"compiling for {num_devices} virtual devices, in a process of its own"):
                 document = self._in_child(num_devices)
         else:
-            document = self._plan(budget_bytes, asked)
+            with working("") as status:
+                plan = plan_memory(
+                    self.target,
+                    self.draft,
+                    budget_bytes,
+                    drafter=self.drafter,
+                    batch=self.batch,
+                    context=self.context,
+                    device=self.device,
+                    keep=self.keep,
+                    acceptance=(
+                        self.acceptance[0] if len(self.acceptance) == 1 else self.acceptance
+                    ),
+                    dtype=self.dtype,
+                    scheduler=self.scheduler,
+                    mesh=mesh,
+                    search=Search(draft_lengths=self.draft_lengths),
+                    say=status.update,
+                )
+            document = make_document("plan", self, plan=plan.to_json())
         self.show(document, console)
         return document
-
-    def _plan(self, budget_bytes: int, asked: dict[str, Any]) -> dict[str, Any]:
-        with working("") as status:
-            plan = plan_memory(
-                self.target,
-                self.draft,
-                budget_bytes,
-                drafter=self.drafter,
-                device=self.device,
-                dtype=self.dtype,
-                verifier=self.verifier,
-                scheduler=self.scheduler,
-                **asked,
-                say=status.update,
-            )
-        return make_document("plan", self, plan=plan.to_json())
 
     def _in_child(self, num_devices: int) -> dict[str, Any]:
         """The document of the same command in a process with virtual CPU devices, because their
@@ -188,28 +158,10 @@ class PlanCommand(JsonOption):
         rows.append([f"temporaries, {found['temporaries']}", in_units(found["temporaries_bytes"])])
         rows.append([f"in all, of {self.budget}", in_units(found["total_bytes"])])
         console.print(TextTable(title=f"bytes{each}", header=("", "bytes"), rows=rows))
-        runs = [
-            {"name": name, **run}
-            for name in ("chosen", "cheaper", "faster", "fastest")
-            for run in (plan[name],)
-            if run is not None
-        ]
+        runs = [{"name": name, **plan[name]} for name in ("chosen", "fastest")]
         console.print(TextTable.of_columns("plans (speeds are predictions)", RUNS, runs))
-        baseline = plan["baseline_bytes"]
-        rows = [
-            [name, in_units(baseline[part])] for part, name in BASELINE.items() if part in baseline
-        ]
-        saved = 1 - found["generation_bytes"] / sum(baseline.values())
-        rows.append(["in all, without weights", in_units(sum(baseline.values()))])
-        rows.append(["chosen, without weights", in_units(found["generation_bytes"])])
-        console.print(TextTable(title="the baseline policy", header=("", "bytes"), rows=rows))
-        direction = "less" if saved >= 0 else "more"
-        remarks = [f"{abs(saved):.0%} {direction} generation memory than the baseline policy's."]
-        for program in plan["programs"]:
-            remarks.append(
-                "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
-                "".format_map(program)
-            )
+        compiled = "The {name} was lowered in {lower_s:.1f} s and compiled in {compile_s:.1f} s."
+        remarks = [compiled.format_map(program) for program in plan["programs"]]
         for text in (*remarks, *plan["remarks"]):
             console.print(text, style="dim", highlight=False)
         console.print(plan["description"], markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from jaxspec.runtime.environment import provenance
 
 
 def make_document(command: str, options: Any, **fields: Any) -> dict[str, Any]:
-    """A command's document: its name and options, `fields`, versions, devices and commit.
+    """A command's document: its name and options, `fields`, versions, devices, commit and date.
 
     Args:
       command: e.g. `generate`.
@@ -85,23 +85,17 @@ def json_text(value: Any, **options: Any) -> str:
       value: dicts, lists, tuples, texts and numbers.
       **options: those of `json.dumps`.
     """
-    return json.dumps(_without_nan(value), allow_nan=False, **options)
-
-
-def _without_nan(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _without_nan(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_without_nan(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(as_json(value), allow_nan=False, **options)
 
 
 def as_json(value: Any) -> Any:
-    """Tuples as lists and paths as text, as JSON would return them."""
+    """A value as JSON would return it: tuples as lists, paths as text, NaN and infinity as None."""
     if isinstance(value, Mapping):
         return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [as_json(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
     return str(value) if isinstance(value, pathlib.PurePath) else value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import hashlib
 import importlib.metadata
 import os
@@ -176,5 +177,11 @@ def commit() -> str | None:
 
 
 def provenance() -> dict[str, Any]:
-    """Versions, devices and commit, for every command's JSON document."""
-    return {"versions": versions(), "devices": devices(), "commit": commit()}
+    """Versions, devices, commit, and the day in UTC, for every command's JSON document."""
+    today = datetime.datetime.now(datetime.UTC).date()
+    return {
+        "versions": versions(),
+        "devices": devices(),
+        "commit": commit(),
+        "date": today.isoformat(),
+    }

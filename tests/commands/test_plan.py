@@ -71,13 +71,9 @@ def test_a_plan_is_printed(cli):
     device = ("--device", str(ROOT / "docs" / "results" / "decode-cpu.json"))
     result = cli("plan", *models, *shape, *device, *QUICK, "--json")
     assert result.status == 0, result.err
-    for words in ("KV of the target", "in all", "chosen", "baseline policy", "jaxspec.Engine("):
+    for words in ("KV of the target", "in all", "chosen", "fastest", "jaxspec.Engine("):
         assert words in result.out
     plan = result.document["plan"]
-    generation = plan["chosen"]["bytes"]["generation_bytes"]
-    baseline = sum(plan["baseline_bytes"].values())
-    direction = "less" if generation <= baseline else "more"
-    assert f"{abs(1 - generation / baseline):.0%} {direction} generation memory" in result.out
     assert plan["chosen"]["bytes"]["total_bytes"] <= 80 * 2**20
     assert plan["dtype"] == "float32"
     assert plan["num_candidates"] >= 4

@@ -79,7 +79,7 @@ SHORTENED = {
     "jaxspec train heads": STEPS,
     "jaxspec train flexdraft": STEPS,
     "jaxspec bench drafters": "--batch-sizes 1 --max-tokens 8 --repeats 1",
-    "jaxspec bench forward": "--batch-sizes 1 --windows 5",
+    "jaxspec bench forward": "--batch-sizes 1",
     "jaxspec bench sessions": "--histories 100",
 }
 # Directories that a shortened line makes under other names than the line in full.

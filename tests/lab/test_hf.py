@@ -12,7 +12,7 @@ import toy
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import ModelError
-from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions, agreement
+from jaxspec.lab.bench.decode import DecodeBench, agreement
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
 from jaxspec.load.models import load_model
 from jaxspec.models.config import RopeConfig
@@ -75,9 +75,10 @@ def test_comparisons_pair_every_system_with_every_engine(names, hf, greedy):
         target=target,
         drafter=DraftModel(draft),
         prompts=PROMPTS,
-        options=DecodeOptions(
-            max_tokens=MAX_TOKENS, batch_sizes=(1, 2), draft_lengths=(3,), repeats=2
-        ),
+        max_tokens=MAX_TOKENS,
+        batch_sizes=(1, 2),
+        draft_lengths=(3,),
+        repeats=2,
     )
     found = compare(bench, hf)
     assisted = [
@@ -99,8 +100,7 @@ def test_comparisons_pair_every_system_with_every_engine(names, hf, greedy):
     wrong[0][2] = (wrong[0][2] + 1) % target.vocab_size
     assert agreement(target, done, greedy)[1] == 0
     assert agreement(target, done, wrong)[1] == 1
-    longer = dataclasses.replace(bench.options, max_length=300)
-    assert dataclasses.replace(bench, options=longer).max_length == 384
+    assert dataclasses.replace(bench, least_length=300).max_length == 384
 
 
 def test_a_random_model_is_written_for_transformers_to_read():

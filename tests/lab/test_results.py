@@ -33,6 +33,12 @@ def test_the_results_are_short():
     assert sum(path.read_text(encoding="utf-8").count("\n") for path in RESULTS) < 12_000
 
 
+def test_a_page_says_on_which_day_a_result_was_measured(monkeypatch):
+    old = document("kv-cpu.json")
+    monkeypatch.setattr(page_tables, "document", lambda name: old | {"date": "2026-11-26"})
+    assert page_tables.origin("kv-cpu.json").endswith(" kernels, 2026-11-26")
+
+
 def test_the_parts_of_flexdraft_are_compared_in_the_papers_order():
     found = document("flexdraft-cpu.json")
     steps = found["ablation"]

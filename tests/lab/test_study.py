@@ -85,7 +85,7 @@ def test_a_cell_is_measured_once_and_says_where_it_comes_from(running, models, t
     assert said[0] == "cell 1 of 2: one"
     assert said[1] == "cell 2 of 2, less than a minute left: two"
     first = again.store.cells["one"]
-    assert {*first["provenance"]} == {"xla_flags", "versions", "devices", "commit"}
+    assert {*first["provenance"]} == {"xla_flags", "versions", "devices", "commit", "date"}
     made_of = again.store.header["models"]
     assert made_of["target"] != made_of["draft"]
     text = (tmp_path / "cells.json").read_text()

@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import tarfile
@@ -35,6 +36,7 @@ def test_provenance_is_json():
     assert json.loads(json.dumps(found)) == found
     assert found["devices"]["num_devices"] == len(jax.local_devices())
     assert found["versions"]["jax"] == jax.__version__
+    assert re.fullmatch(r"20\d\d-[01]\d-[0-3]\d", found["date"])
 
 
 def test_a_missing_package_is_said_to_be_missing(monkeypatch):

@@ -9,11 +9,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import json
 import math
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -32,16 +29,16 @@ from jaxspec.lab.bench.measure import case, over_outputs, random_prompts, tiny_c
 from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.bench.stages import forward_runs
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import read_device
+from jaxspec.lab.cost.passes import Pass
+from jaxspec.lab.plan.request import describe
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, with_kv_dtype
-from jaxspec.models.config import ModelConfig
-from jaxspec.models.registry import PRESETS, random_model
+from jaxspec.models.registry import random_model
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.runtime.directories import temporary_directory
-from jaxspec.runtime.processes import run_child
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns, time_loops
 from jaxspec.telemetry.counters import Acceptance
@@ -63,8 +60,6 @@ PREDICTIONS: Columns = {
     "draft\nlength": "{draft_length}",
     "tokens/s": "{tokens_per_s:.0f}",
     "speed-up": "{speedup:.2f}x",
-    "ceiling": "{ceiling_speedup:.2f}x",
-    "closed\nform": "{closed_form_draft_length:d}",
 }
 
 
@@ -73,7 +68,7 @@ def predict(
     target: str = "qwen3-8b",
     draft: str = "qwen3-0.6b",
     device: str = "h200",
-    batch: str = "1..64",
+    batch_sizes: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64),
     context: int = 1024,
     acceptance: tuple[float, ...] = (0.6, 0.7, 0.8),
     per_position: tuple[float, ...] = (),
@@ -86,7 +81,7 @@ def predict(
       draft: Its draft model, named in the same way.
       device: `a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
         measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants.
-      batch: Batch sizes: `1..64` for powers of two from 1 to 64, or a list such as `1,8,32`.
+      batch_sizes: Rows decoded together.
       context: Tokens in the cache per row.
       acceptance: Probabilities that a drafted token is accepted; each applies to all positions.
       per_position: Instead of --acceptance: measured probabilities that at least 1, 2, ... drafted
@@ -102,9 +97,8 @@ def predict(
             "--per-position was given rising values; they are cumulative (the probability that at "
             "least this many tokens are accepted), so each is at most the one before."
         )
-    batches = parse_batches(batch)
-    find_devices = cost.read_device(device)
-    of_target, of_draft = (_model_config(name) for name in (target, draft))
+    find_devices = read_device(device)
+    of_target, of_draft = (describe(name).config for name in (target, draft))
     target_device, draft_device, block = find_devices(of_target, of_draft)
     pair = cost.Pair(
         target=of_target,
@@ -113,71 +107,38 @@ def predict(
         draft_device=draft_device,
         block=block,
     )
-    best = None
-    if device in cost.DEVICES:
-        peak = cost.ceiling(cost.DEVICES[device])
-        best = dataclasses.replace(pair, target_device=peak, draft_device=peak)
     predictions = []
     chosen = (per_position,) if per_position else acceptance
-    for size, chances in itertools.product(batches, chosen):
+    for size, chances in itertools.product(batch_sizes, chosen):
         where = {"batch": size, "context": context}
         chance = None if isinstance(chances, tuple) else chances
         length, gain = pair.best_draft_length(**where, acceptance=chances)
-        plain_s, ratio = pair.plain_s(**where), pair.cost_ratio(**where)
+        plain_s = pair.plain_s(**where)
         predictions.append(
             {
                 "batch_size": size,
                 "acceptance": chance,
                 "plain_ms": 1e3 * plain_s,
                 "plain_tokens_per_s": size / plain_s,
-                "draft_step_ms": 1e3 * pair.draft_step_s(**where),
                 "draft_length": length,
                 "tokens_per_s": gain * size / plain_s,
                 "speedup": gain,
-                "ceiling_speedup": best and best.best_draft_length(**where, acceptance=chances)[1],
-                "closed_form_draft_length": (
-                    None if chance is None else cost.closed_form_draft_length(chance, ratio)
-                ),
             }
         )
     return {
-        "target_device": target_device.to_json(),
-        "draft_device": draft_device.to_json(),
+        "target_device": dataclasses.asdict(target_device),
+        "draft_device": dataclasses.asdict(draft_device),
         "predictions": predictions,
         "notes": [f"{target_device.name}: {target_device.source}."],
     }
 
 
-def parse_batches(text: str) -> list[int]:
-    """Batch sizes from `1..64` (doubling, the last one included) or `1,8,32`.
-
-    Raises:
-      SettingError: the text has neither form.
-    """
-    first, dots, last = text.partition("..")
-    try:
-        sizes = [int(size) for size in ((first, last) if dots else text.split(","))]
-    except ValueError:
-        sizes = []
-    if min(sizes, default=0) < 1 or (dots and sizes[0] > sizes[1]):
-        raise SettingError(
-            f"--batch {text} was given; write 1..64 for powers of two, or a list such as 1,8,32."
-        )
-    if not dots:
-        return sizes
-    low, high = sizes
-    return [low << n for n in range(high.bit_length()) if low << n < high] + [high]
-
-
-def _model_config(name: str) -> ModelConfig:
-    """The architecture of a preset (with or without `random:`), or of a model."""
-    preset = name.removeprefix("random:")
-    return PRESETS[preset] if preset in PRESETS else load_model(name).config
-
-
 # ---- forward passes
 
 PASS: Columns = {"window": "{window}", "context": "{context}", "batch": "{batch_size}"}
+CONTEXTS = (80, 1000)  # committed tokens of each row
+WINDOWS = (1, 5)  # tokens of each row
+TREE_WINDOWS = (5, 9, 17, 33)  # the first is the root of the tree
 # Fractions of tokens that were the draft model's likeliest, second likeliest, ... in
 # docs/results/trees-cpu.json, for trees of a usual shape.
 BY_RANK = (0.73, 0.12, 0.05, 0.023, 0.015, 0.012, 0.006, 0.006)
@@ -187,16 +148,14 @@ def time_passes(
     variants: Mapping[str, LanguageModel],
     batch_sizes: Sequence[int],
     windows: Sequence[int],
-    contexts: Sequence[int],
     parents: Callable[[str, int], np.ndarray | None] = lambda name, window: None,
-) -> Iterator[tuple[dict[str, Any], cost.Pass]]:
+) -> Iterator[tuple[dict[str, Any], Pass]]:
     """Times forward passes in two variants, in alternation.
 
     Args:
       variants: models by name.
       batch_sizes: rows of a pass.
       windows: tokens of each row.
-      contexts: committed tokens of each row.
       parents: from a variant and a window to the tree of its tokens, see `forward_runs`.
 
     Yields:
@@ -210,13 +169,13 @@ def time_passes(
                 model,
                 batch=batch,
                 window=window,
-                contexts=contexts,
-                max_length=max(contexts) + window,
+                contexts=CONTEXTS,
+                max_length=max(CONTEXTS) + window,
                 parents=parents(name, window),
             )
             for name, model in variants.items()
         }
-        for index, context in enumerate(contexts):
+        for index, context in enumerate(CONTEXTS):
             turns = time_loops({name: passes[name][index][1] for name in variants}, REPEATS)
             found = {
                 "batch_size": batch,
@@ -240,19 +199,12 @@ KERNELS: Columns = {
 
 
 @case("kernels", {"results": ("forward passes", KERNELS)})
-def kernels(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (1, 8),
-    windows: tuple[int, ...] = (1, 5),
-    contexts: tuple[int, ...] = (80, 1000),
-) -> dict[str, Any]:
+def kernels(target: str = "demo-target", batch_sizes: tuple[int, ...] = (1, 8)) -> dict[str, Any]:
     """Time forward passes with XLA's kernels and with the C++ kernels.
 
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row.
-      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
     results = []
@@ -261,7 +213,7 @@ def kernels(
         weight_bytes = forward_pass(xla, batch=1, window=1, context=1).weight_bytes
         ceilings = measure_ceilings(weight_bytes, xla.dtype)
         models = {"xla": xla, "native": native}
-        for found, work in time_passes(models, batch_sizes, windows, contexts):
+        for found, work in time_passes(models, batch_sizes, WINDOWS):
             fraction = 1e3 * ceilings.pass_s(work) / found["native_ms"]
             results.append({"dtype": dtype, **found, "native_fraction_of_roofline": fraction})
     return {"results": results}
@@ -279,25 +231,18 @@ KV: Columns = {
 
 
 @case("kv", {"results": ("forward passes, KV in int8 and in the model's own dtype", KV)})
-def kv(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (8,),
-    windows: tuple[int, ...] = (1, 5),
-    contexts: tuple[int, ...] = (80, 1000),
-) -> dict[str, Any]:
+def kv(target: str = "demo-target", batch_sizes: tuple[int, ...] = (8,)) -> dict[str, Any]:
     """Time forward passes with KV in int8 and in the model's own dtype.
 
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row.
-      contexts: Committed tokens per row.
     """
     results = []
     for dtype in DTYPES:
         own = load_model(target, dtype=dtype)
         models = {"int8": with_kv_dtype(own, "int8"), "own": own}
-        for found, _ in time_passes(models, batch_sizes, windows, contexts):
+        for found, _ in time_passes(models, batch_sizes, WINDOWS):
             results.append({"dtype": dtype, "kernels": own.kernels, **found})
     return {"results": results}
 
@@ -313,10 +258,7 @@ FORWARD: Columns = {
 
 @case("forward", {"results": ("forward passes over trees and chains", FORWARD)})
 def forward(
-    target: str = "demo-target",
-    batch_sizes: tuple[int, ...] = (1, 4, 8),
-    windows: tuple[int, ...] = (5, 9, 17, 33),
-    contexts: tuple[int, ...] = (80, 1000),
+    target: str = "demo-target", batch_sizes: tuple[int, ...] = (1, 4, 8)
 ) -> dict[str, Any]:
     """Time forward passes over a tree and over a chain of as many tokens, with the C++ kernels and
     with XLA's.
@@ -324,8 +266,6 @@ def forward(
     Args:
       target: Any model that `load_model` takes.
       batch_sizes: Rows decoded together.
-      windows: Tokens per row; the first is the root of the tree.
-      contexts: Committed tokens per row.
     """
     default_kernels()  # the document names them, and their family of instructions
 
@@ -338,7 +278,7 @@ def forward(
     for name in ("native", "xla"):
         model = load_model(target, kernels=name)
         models = {"tree": model, "chain": model}
-        for found, _ in time_passes(models, batch_sizes, windows, contexts, parents):
+        for found, _ in time_passes(models, batch_sizes, TREE_WINDOWS, parents):
             results.append({"kernels": name, **found})
     return {"results": results}
 
@@ -587,7 +527,6 @@ def verifiers(
     for verifier in VERIFIERS:
         engine = Engine(model, drafter, verifier=verifier, draft_length=DRAFT_LENGTH, **shape)
         completions = engine.generate(prompts, params)
-        same = [a.token_ids == b.token_ids for a, b in zip(completions, plain, strict=True)]
         for domain in [*dict.fromkeys(domains), "all"]:
             chosen = [i for i, of in enumerate(domains) if domain in (of, "all")]
             total = Acceptance.total([completions[i].acceptance for i in chosen])
@@ -599,7 +538,6 @@ def verifiers(
                     "emitted_per_round": total.emitted_per_round,
                     "accepted_per_tested": accepted_per_tested(total),
                     "sum_min_p_q": float(np.mean([overlap[i] for i in chosen])),
-                    "num_equal_to_window_1": sum(same[i] for i in chosen),
                 }
             )
     engine = Engine(model, drafter, draft_length=DRAFT_LENGTH, **shape)
@@ -711,15 +649,8 @@ def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
         jax.config.update("jax_enable_compilation_cache", is_cached)
     results: list[dict[str, Any]] = []
     for num_layers, runs in zip(layers, zip(*times, strict=True), strict=True):
-        cpu_s, wall_s, programs = zip(*runs, strict=True)
-        result = {
-            "num_layers": num_layers,
-            "cpu_s": statistics.median(cpu_s),
-            "wall_s": statistics.median(wall_s),
-            "programs": {
-                what: statistics.median(each[what] for each in programs) for what in programs[0]
-            },
-        }
+        cpu_s, wall_s = map(statistics.median, zip(*runs, strict=True))
+        result = {"num_layers": num_layers, "cpu_s": cpu_s, "wall_s": wall_s}
         if results:
             before = results[-1]
             added_s = result["cpu_s"] - before["cpu_s"]
@@ -730,52 +661,9 @@ def compile_time(layers: tuple[int, ...] = (2, 4, 8, 16, 36)) -> dict[str, Any]:
     return {"results": results}
 
 
-def _compile_engine(
-    target: LanguageModel, draft: LanguageModel
-) -> tuple[float, float, dict[str, float]]:
-    """CPU seconds and seconds to compile a new engine's programs, and seconds of each."""
+def _compile_engine(target: LanguageModel, draft: LanguageModel) -> tuple[float, float]:
+    """CPU seconds and seconds to compile a new engine's programs."""
     engine = Engine(target, DraftModel(draft), draft_length=DRAFT_LENGTH, batch_size=8)
     started_s, cpu_started_s = time.perf_counter(), time.process_time()
-    compiled = engine.warm_up()
-    seconds = time.process_time() - cpu_started_s, time.perf_counter() - started_s
-    return *seconds, {each.name.split(" of ")[0]: each.seconds for each in compiled}
-
-
-def compile_times(options: Sequence[str], *, batch_size: int) -> dict[str, Any]:
-    """`cold_s` and `persistent_s`: seconds to compile and run the first call, with an empty
-    compilation cache and with the one that this has filled.
-
-    Measured in separate processes, by the `compile_s` of `jaxspec generate`, because a process
-    compiles a program only once, whatever is on the disk.
-
-    Args:
-      options: those of `jaxspec generate` that define the engine (`--target`, `--draft-length`,
-        ...).
-      batch_size: rows.
-
-    Raises:
-      SettingError: the process failed.
-    """
-    with temporary_directory() as directory:
-        prompts = directory / "prompts.jsonl"
-        prompts.write_text('{"prompt_token_ids": [0, 0]}\n' * batch_size)
-        environment = os.environ | {
-            "JAX_COMPILATION_CACHE_DIR": str(directory / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        }
-        command = [sys.executable, "-m", "jaxspec", "generate", *options]
-        command += ["--batch-size", str(batch_size), "--prompts", str(prompts)]
-        command += ["--max-tokens", "1", "--ignore-eos", "--json"]
-        cold_s, persistent_s = (_compile_s(command, environment) for _ in range(2))
-    return {"cold_s": cold_s, "persistent_s": persistent_s, "batch_size": batch_size}
-
-
-def _compile_s(command: Sequence[str], environment: dict[str, str]) -> float:
-    done = run_child(command, env=environment)
-    if done.returncode != 0:
-        reason = (done.stderr.strip() or "no message").split("\n")[-1]
-        raise SettingError(
-            f"Compile times were measured in a process of their own, and it failed ({reason}); try "
-            "`jaxspec generate` with the same models and settings."
-        )
-    return json.loads(done.stdout.strip().split("\n")[-1])["compile_s"]
+    engine.warm_up()
+    return time.process_time() - cpu_started_s, time.perf_counter() - started_s

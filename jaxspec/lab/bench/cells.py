@@ -25,7 +25,7 @@ class CellStore:
     Args:
       path: that of the file.
       header: everything that the cells depend on; it precedes them in the file, and a grid can only
-        be resumed with the same header.
+        be resumed with the same header, on any `date`.
       resume: keep the cells that the file holds, and measure the others.
 
     Raises:
@@ -59,12 +59,14 @@ class CellStore:
                 "--resume out and name another --out."
             ) from error
         for name, value in self.header.items():
-            if (other := kept.get(name)) != value:
+            if name != "date" and (other := kept.get(name)) != value:
                 raise SettingError(
                     f"{path} was to be resumed, but its {name} is another{_which(other, value)}; "
                     "run with the models, prompts and options that it was begun with, or name "
                     "another --out."
                 )
+        if "date" in self.header:
+            kept["date"] = self.header["date"]
         self.header = kept
 
     @property

@@ -8,10 +8,9 @@ and with the window-1 loop (equal, or a proven tie within rounding).
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import statistics
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -23,10 +22,11 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench import measure, stages
-from jaxspec.lab.bench.measure import Bench, Dtype, Say, of_best_fixed
+from jaxspec.lab.bench.measure import Say, of_best_fixed
 from jaxspec.lab.bench.roofline import Ceilings, forward_pass, measure_ceilings, pair_of
 from jaxspec.lab.compare import run_candidates
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import fit_device
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.sampling_params import SamplingParams
@@ -40,85 +40,49 @@ PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class DecodeOptions(Bench):
-    """Options of `bench decode`."""
-
-    NAME: ClassVar[str] = "decode"
-
-    target: str = "demo-target"
-    """Any model that `load_model` takes; with --against hf a Hugging Face directory, one of the
-    embedded pair or `random:PRESET`."""
-    draft: str | None = None
-    """A draft model, named like the target; default `demo-draft` for `demo-target`."""
-    drafter: str | None = None
-    """As in `jaxspec generate`; with settings a JSON object, such as `{"kind": "ngram", "branches":
-    4}`."""
-    oracle: float | None = None
-    """Draft what the target will emit, each token right with this probability, at the cost of the
-    draft model; for models without trained weights (`random:PRESET`). Synthetic."""
-    batch_sizes: tuple[int, ...] = (1, 4, 8)
-    """Batch sizes to measure."""
-    draft_lengths: tuple[int, ...] = (2, 4, 6)
-    """Draft lengths to measure."""
-    prompts: pathlib.Path | None = None
-    """Prompt file; default the sample prompts."""
-    limit: int = 24
-    """Number of prompts to decode."""
-    max_prompt_tokens: int = 64
-    """Cut longer prompts after this many tokens."""
-    max_tokens: int = 48
-    """Tokens emitted per prompt; EOS is ignored."""
-    temperature: float = 0.0
-    """0 is greedy."""
-    dtype: Dtype = "float32"
-    """Dtype of parameters, compute and cache."""
-    max_length: int | None = None
-    """Slots per row; default: what the longest prompt needs. The cost model is fitted to contexts
-    up to this length."""
-    repeats: int = 5
-    """Timed runs of each kind; the median is reported."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecodeBench:
     """The measurements of `bench decode`.
 
     Attributes:
-      options: what is measured.
       target: the model to decode with.
       drafter: what proposes tokens.
       prompts: token ids.
+      batch_sizes: to measure.
+      draft_lengths: to measure.
+      max_tokens: emitted per prompt.
+      repeats: timed runs of each kind; the median is reported.
+      least_length: slots per row, unless prompts and outputs need more. The cost model is fitted to
+        contexts up to this length.
       say: called with a description of the current step.
     """
 
-    options: DecodeOptions
     target: LanguageModel
     drafter: Drafter
     prompts: Sequence[tuple[int, ...]]
+    batch_sizes: tuple[int, ...]
+    draft_lengths: tuple[int, ...]
+    max_tokens: int
+    repeats: int
+    least_length: int = 0
     say: Say = lambda message: None
 
     @property
     def params(self) -> SamplingParams:
         """Sampling parameters of every prompt; EOS is ignored, so that every run emits the same
         number of tokens."""
-        return SamplingParams(
-            max_tokens=self.options.max_tokens,
-            temperature=self.options.temperature,
-            seed=0,
-            ignore_eos=True,
-        )
+        return SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
 
     @property
     def max_length(self) -> int:
         """Slots per row, the same for all engines, in whole blocks."""
-        longest = max(map(len, self.prompts)) + self.options.max_tokens
-        needed = longest + max(self.options.draft_lengths) + 1
-        return round_up_to_block(max(needed, self.options.max_length or 0))
+        longest = max(map(len, self.prompts)) + self.max_tokens
+        needed = longest + max(self.draft_lengths) + 1
+        return round_up_to_block(max(needed, self.least_length))
 
     @property
     def context(self) -> int:
         """Live slots of a typical row in mid-decode."""
-        return round(statistics.mean(map(len, self.prompts)) + self.options.max_tokens / 2)
+        return round(statistics.mean(map(len, self.prompts)) + self.max_tokens / 2)
 
     @property
     def models(self) -> dict[str, LanguageModel]:
@@ -132,7 +96,7 @@ class DecodeBench:
     def settings(self) -> dict[str, dict[str, Any]]:
         """The settings in which engines differ, by name: the window-1 plain loop, every draft
         length, and the automatic draft length under each promise."""
-        lengths = {f"drafted {n}": {"draft_length": n} for n in self.options.draft_lengths}
+        lengths = {f"drafted {n}": {"draft_length": n} for n in self.draft_lengths}
         adaptive = {
             f"auto, {promise}": {"draft_length": "auto", "exactness": promise}
             for promise in PROMISES
@@ -153,7 +117,7 @@ class DecodeBench:
         if draft_length == 0:
             return Engine(self.target, **shape)
         if draft_length == "auto":
-            shape["verify_length"] = max(self.options.draft_lengths) + 1
+            shape["verify_length"] = max(self.draft_lengths) + 1
         return Engine(
             self.target, self.drafter, draft_length=draft_length, exactness=exactness, **shape
         )
@@ -161,7 +125,7 @@ class DecodeBench:
     def with_oracle(self, acceptance: float) -> DecodeBench:
         """The same measurements with an oracle that knows plain decoding's outputs and costs as
         much as the drafter."""
-        plain = self.engine(max(self.options.batch_sizes), 0)
+        plain = self.engine(max(self.batch_sizes), 0)
         sequences = [
             done.prompt_token_ids + done.token_ids
             for done in plain.generate(self.prompts, self.params)
@@ -189,7 +153,7 @@ class DecodeBench:
             work = forward_pass(model, batch=1, window=1, context=1)
             ceilings[name] = measure_ceilings(work.weight_bytes, model.dtype)
         roofline = pair_of(self.models, ceilings)
-        every = [run for size in self.options.batch_sizes for run in self._compare(size, roofline)]
+        every = [run for size in self.batch_sizes for run in self._compare(size, roofline)]
         adaptive = [run for run in every if run["draft_length"] == "auto"]
         runs = [run for run in every if run["draft_length"] != "auto"]
         pair, cost_model = self._cost_model(ceilings, runs)
@@ -225,7 +189,7 @@ class DecodeBench:
             engines,
             self.prompts,
             self.params,
-            repeats=self.options.repeats,
+            repeats=self.repeats,
             tell=lambda stage: self.say(f"batch {batch_size}, {stage}"),
         )
         plain, runs = candidates[0], []
@@ -271,43 +235,38 @@ class DecodeBench:
         return runs
 
     def time_stages(self, engine: Engine, draft_length: int) -> dict[str, Any]:
-        """Milliseconds of a round and of its stages on a state in mid-decode, and memory."""
-        num_tokens = max(self.options.max_tokens // 2, 1)
+        """Milliseconds of a round and of its stages on a state in mid-decode."""
+        num_tokens = max(self.max_tokens // 2, 1)
         measure.fill_mid_decode(
             engine.executor, self.prompts, num_tokens=num_tokens, draft_length=draft_length
         )
         parts = stages.round_stages(engine.executor.parts, engine.executor.state)
         engine.reset()
-        turns = time_loops(parts, self.options.repeats)
+        turns = time_loops(parts, self.repeats)
         ms = {name: 1e3 * turns.median_s(name) for name in parts}
         split = {name: ms.get(name, 0.0) for name in ("draft", "target", "verify")}
         other = ms["round"] - sum(split.values())
-        memory = measure.peak_bytes(), "peak of the device in this process"
-        if memory[0] is None:
-            compiled = "arguments and temporaries of the compiled round"
-            memory = parts["round"].program_bytes(), compiled
         return {
             "round_ms": ms["round"],
             "stages_ms": {**split, "other": other, "commit_alone": ms.get("commit")},
-            "memory": {"bytes": memory[0], "source": memory[1]},
         }
 
     def _cost_model(
         self, ceilings: dict[str, Ceilings], runs: Sequence[dict[str, Any]]
     ) -> tuple[cost.Pair, dict[str, Any]]:
         """Constants fitted to forward passes of each model and of both, and their errors."""
-        windows = sorted({1, *(length + 1 for length in self.options.draft_lengths)})
+        windows = sorted({1, *(length + 1 for length in self.draft_lengths)})
         most = self.max_length - max(windows)
         measured = {}
         for name, model in self.models.items():
             self.say(f"timing forward passes of the {name} for the cost model")
             measured[name] = stages.measure_passes(
                 model,
-                batches=sorted(set(self.options.batch_sizes)),
+                batches=sorted(set(self.batch_sizes)),
                 windows=windows,
                 contexts=(most // 4, most // 2, most),
                 max_length=self.max_length,
-                repeats=self.options.repeats,
+                repeats=self.repeats,
             )
         kinds = " ".join(devices()["kinds"])
         overheads = [
@@ -315,7 +274,7 @@ class DecodeBench:
         ]
         groups = {"all": [point for points in measured.values() for point in points], **measured}
         fits = {
-            name: cost.fit_device(
+            name: fit_device(
                 points,
                 name=f"{kinds} ({name})" if name != "all" else kinds,
                 source="fitted by jaxspec bench decode",
@@ -337,22 +296,6 @@ class DecodeBench:
             "draft": pair.draft and pair.draft.to_json(),
             "block": pair.block,
             "fits": {name: fit.to_json() for name, fit in fits.items()},
-            "passes": {
-                name: [
-                    {
-                        "batch_size": work.batch,
-                        "window": work.window,
-                        "context": work.context,
-                        "ms": 1e3 * seconds,
-                        "predicted_ms": 1e3 * fits[name].device.pass_s(work),
-                        "is_held_out": is_out,
-                    }
-                    for (work, seconds), is_out in zip(
-                        points, cost.is_held_out(len(points)), strict=True
-                    )
-                ]
-                for name, points in measured.items()
-            },
         }
 
     def _predict(self, pair: cost.Pair, run: dict[str, Any]) -> dict[str, Any]:
@@ -360,13 +303,9 @@ class DecodeBench:
         where = {"batch": run["batch_size"], "context": self.context}
         if run["draft_length"] == 0:
             return {"round_ms": 1e3 * pair.plain_s(**where)}
-        cumulative = run["per_position_acceptance"]
-        best, gain = pair.best_draft_length(**where, acceptance=cumulative)
         return {
             "round_ms": 1e3 * pair.round_s(**where, draft_length=run["draft_length"]),
-            "speedup": pair.speed_up(**where, cumulative=cumulative),
-            "best_draft_length": best,
-            "best_speedup": gain,
+            "speedup": pair.speed_up(**where, cumulative=run["per_position_acceptance"]),
         }
 
 

@@ -32,6 +32,7 @@ from jaxspec.lab.bench.cells import CellStore
 from jaxspec.lab.bench.measure import Say, fill, peak_bytes, random_prompts, run_rounds, tiny_config
 from jaxspec.lab.bench.roofline import Ceilings, measure_ceilings, pair_of
 from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import DEVICES
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS, random_model
@@ -188,7 +189,7 @@ def _measure(
     }
     target, draft = models["target"], models["draft"]
     kind = jax.local_devices()[0].device_kind.lower()
-    device = next((device for name, device in cost.DEVICES.items() if name in kind.split()), None)
+    device = next((device for name, device in DEVICES.items() if name in kind.split()), None)
     predicted = device and pair_of(models, dict.fromkeys(models, device))  # by its datasheet
     roofline = pair_of(models, dict.fromkeys(models, ceilings))
     where = {"batch": batch, "context": context}

@@ -152,14 +152,12 @@ def compare(bench: DecodeBench, hf: HuggingFace) -> list[dict[str, Any]]:
     their defaults and with each draft length matched, against the same engines and the n-gram
     drafter's. With an oracle, greedy only, because the text is noise that no lookup predicts.
     """
-    return [
-        found for batch_size in bench.options.batch_sizes for found in _at(bench, hf, batch_size)
-    ]
+    return [found for batch_size in bench.batch_sizes for found in _at(bench, hf, batch_size)]
 
 
 def _at(bench: DecodeBench, hf: HuggingFace, batch_size: int) -> list[dict[str, Any]]:
-    max_tokens, lengths = bench.options.max_tokens, bench.options.draft_lengths
-    repeats = bench.options.repeats
+    max_tokens, lengths = bench.max_tokens, bench.draft_lengths
+    repeats = bench.repeats
     ours = bench.engines(batch_size)
     has_lookup = batch_size == 1 and not isinstance(bench.drafter, Oracle)
     if has_lookup and not isinstance(bench.drafter, NGram):

@@ -268,13 +268,6 @@ class Repeated:
         self._moving, outputs = self._program(self._params, self.fixed, self._moving, num_times)
         jax.block_until_ready((self._moving, outputs))
 
-    def program_bytes(self) -> int | None:
-        """Bytes of the compiled program's arguments and temporaries, if the compiler reports
-        them."""
-        lowered = self._program.lower(self._params, self.fixed, self._moving, 1)
-        memory = lowered.compile().memory_analysis()
-        return memory and memory.argument_size_in_bytes + memory.temp_size_in_bytes
-
 
 def changing(tree: PyTree, index: jax.Array) -> PyTree:
     """The same values, which look different to the compiler in every iteration `index` of a loop.

@@ -7,26 +7,24 @@ with int8; and the policy of published code, which is only computed (`lab.cost.b
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
-
-import jax
+from typing import Any
 
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.memory import bytes_of, in_units, num_bytes
+from jaxspec.engine.memory import bytes_of, in_units
 from jaxspec.errors import PromptError
-from jaxspec.lab.bench.measure import PairBench, Tables
+from jaxspec.lab.bench.measure import Dtype, case
 from jaxspec.lab.cost.baseline import baseline_bytes
 from jaxspec.lab.plan.planner import plan_memory
 from jaxspec.lab.plan.request import Search
+from jaxspec.load.models import load_model
 from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import PromptLine, load_prompts, sample_prompts
+from jaxspec.requests.prompts import PromptLine, load_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
@@ -51,181 +49,160 @@ ENGINES: Columns = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MemoryBench(PairBench):
+KEEP = 0.96  # fraction of the fastest plan's predicted speed
+ACCEPTANCE = 0.7  # probability that a drafted token is accepted
+# Slots per row of the engine without a budget and of the baseline policy; plans are for the longest
+# chat of that engine.
+MAX_LENGTH = 1024
+DRAFT_LENGTHS = (1, 2, 3, 4, 5, 6)  # that the plan may choose
+
+
+@case("memory", {"results": ("generation memory and speed", ENGINES)})
+def memory(
+    target: str = "demo-target",
+    draft: str = "demo-draft",
+    dtype: Dtype = "float32",
+    prompts: pathlib.Path | None = None,
+    device: str = "h200",
+    max_tokens: int = 128,
+    repeats: int = 3,
+) -> dict[str, Any]:
     """Compare plans with an engine without a budget and with the baseline policy, on chats of two
-    turns."""
+    turns.
 
-    NAME: ClassVar[str] = "memory"
-    TABLES: ClassVar[Tables] = {"results": ("generation memory and speed", ENGINES)}
-
-    prompts: pathlib.Path | None = None
-    """File of questions, one per line, with one or more `turns`; default the sample prompts, with
-    one turn."""
-    limit: int | None = None
-    """Use only this many questions, from the beginning of the file."""
-    device: str = "h200"
-    """As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best."""
-    max_tokens: int = 128
-    """Tokens emitted per turn; EOS is ignored."""
-    repeats: int = 3
-    """Timed turns of each engine; medians are reported."""
-
-    keep: ClassVar[float] = 0.96  # fraction of the fastest plan's predicted speed
-    acceptance: ClassVar[float] = 0.7  # probability that a drafted token is accepted
-    # Slots per row of the engine without a budget and of the baseline policy; plans are for the
-    # longest chat of that engine.
-    max_length: ClassVar[int] = 1024
-    draft_lengths: ClassVar[tuple[int, ...]] = (1, 2, 3, 4, 5, 6)  # that the plan may choose
-
-    def measure(self) -> dict[str, Any]:
-        """Bytes and tokens per second of the engines, and the bytes of the baseline policy."""
-        lines, files = self._lines()
-        target, draft = self.load()
-        plan_for = functools.partial(
-            plan_memory,
-            target,
-            draft,
-            LARGE_BUDGET,
-            batch=1,
-            device=self.device,
-            acceptance=self.acceptance,
-            scheduler="static",
+    Args:
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      dtype: Dtype of parameters, compute and cache.
+      prompts: File of questions, one per line, with one or more `turns`; default the sample
+        prompts, with one turn.
+      device: As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best.
+      max_tokens: Tokens emitted per turn; EOS is ignored.
+      repeats: Timed turns of each engine; medians are reported.
+    """
+    ask = functools.partial(_ask, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    lines, files = load_prompts(prompts, turns="all")
+    model, draft_model = (load_model(name, dtype=dtype) for name in (target, draft))
+    plan_for = functools.partial(
+        plan_memory,
+        model,
+        draft_model,
+        LARGE_BUDGET,
+        batch=1,
+        device=device,
+        acceptance=ACCEPTANCE,
+        scheduler="static",
+    )
+    unconstrained = plan_for(
+        context=MAX_LENGTH - max(DRAFT_LENGTHS) - 1,
+        keep=1.0,
+        search=Search(draft_lengths=DRAFT_LENGTHS, kv_dtypes=(None,), draft_kv_windows=(None,)),
+    )
+    free_length = unconstrained.settings.draft_length
+    free = Engine(
+        model,
+        DraftModel(draft_model),
+        batch_size=1,
+        max_length=MAX_LENGTH,
+        draft_length=free_length,
+    )
+    free.warm_up()
+    asked = ask(free, lines)  # compiles what sessions need, and says how long chats get
+    longest_prompt = max(len(done.prompt_token_ids) for done in asked)
+    context = longest_prompt + max_tokens
+    plans = {
+        name: plan_for(
+            context=context,
+            keep=KEEP,
+            search=Search(draft_lengths=DRAFT_LENGTHS, kv_dtypes=(kv_dtype,)),
         )
-        unconstrained = plan_for(
-            context=self.max_length - max(self.draft_lengths) - 1,
-            keep=1.0,
-            search=Search(
-                draft_lengths=self.draft_lengths,
-                kv_dtypes=(None,),
-                draft_kv_dtypes=(None,),
-                draft_kv_windows=(None,),
-            ),
+        for name, kv_dtype in PLANS.items()
+    }
+    engines = {WITHOUT: free}
+    for name, plan in plans.items():
+        engines[name] = plan.engine(
+            with_kv_dtype(model, plan.settings.kv_dtype),
+            DraftModel(draft_model, **plan.settings.drafter_options),
         )
-        free_length = unconstrained.settings.draft_length
-        free = Engine(
-            target,
-            DraftModel(draft),
-            batch_size=1,
-            max_length=self.max_length,
-            draft_length=free_length,
+        engines[name].warm_up()
+        ask(engines[name], lines[:1])
+    turns = take_turns(
+        {name: functools.partial(ask, each, lines) for name, each in engines.items()},
+        repeats,
+    )
+    baseline = baseline_bytes(
+        model.config,
+        draft=draft_model.config,
+        itemsize=model.dtype.itemsize,
+        context=MAX_LENGTH,
+        prompt_tokens=longest_prompt,
+        num_nodes=free_length + 1,
+        depth=free_length,
+    )
+    in_all = sum(baseline.values())
+    without_draft_logits = in_all - longest_prompt * draft_model.vocab_size * model.dtype.itemsize
+    sentences = {WITHOUT: f"defaults, draft length {free_length}"}
+    sentences |= {name: plan.settings.sentence for name, plan in plans.items()}
+    results = []
+    for name, engine in engines.items():
+        found, seconds = turns.results[name], turns.median_s(name)
+        of_engine = bytes_of(engine.executor.loop)
+        needed = of_engine.generation_bytes
+        num_tokens = sum(len(done.token_ids) for done in found)
+        results.append(
+            {
+                "name": name,
+                **of_engine.to_json(),
+                "kv_bytes": of_engine.parts.kv_bytes,
+                "num_tokens": num_tokens,
+                "tokens_per_s": num_tokens / seconds,
+                "speed": turns.speedup(name, over=WITHOUT),
+                "speeds": turns.ratios(name, over=WITHOUT),
+                "less_than_baseline": 1 - needed / in_all,
+                "less_without_draft_logits": 1 - needed / without_draft_logits,
+                "num_reread_tokens": sum(done.num_reread_tokens for done in found),
+                "num_turns": len(found),
+                "num_equal_turns": _num_equal(found, turns.results[WITHOUT]),
+                "sentence": sentences[name],
+            }
         )
-        free.warm_up()
-        asked = self._ask(free, lines)  # compiles what sessions need, and says how long chats get
-        longest_prompt = max(len(done.prompt_token_ids) for done in asked)
-        context = longest_prompt + self.max_tokens
-        plans = {
-            name: plan_for(
-                context=context,
-                keep=self.keep,
-                search=Search(draft_lengths=self.draft_lengths, kv_dtypes=(kv_dtype,)),
-            )
-            for name, kv_dtype in PLANS.items()
-        }
-        engines = {WITHOUT: free}
-        for name, plan in plans.items():
-            engines[name] = plan.engine(
-                with_kv_dtype(target, plan.settings.kv_dtype),
-                DraftModel(draft, **plan.settings.drafter_options),
-            )
-            engines[name].warm_up()
-            self._ask(engines[name], lines[:1])
-        turns = take_turns(
-            {name: functools.partial(self._ask, each, lines) for name, each in engines.items()},
-            self.repeats,
-        )
-        baseline = baseline_bytes(
-            target.config,
-            draft=draft.config,
-            itemsize=target.dtype.itemsize,
-            context=self.max_length,
-            prompt_tokens=longest_prompt,
-            num_nodes=free_length + 1,
-            depth=free_length,
-        )
-        in_all = sum(baseline.values())
-        without_draft_logits = in_all - longest_prompt * draft.vocab_size * target.dtype.itemsize
-        sentences = {WITHOUT: f"defaults, draft length {free_length}"}
-        sentences |= {name: plan.settings.sentence for name, plan in plans.items()}
-        results = []
-        for name, engine in engines.items():
-            found, seconds = turns.results[name], turns.median_s(name)
-            of_engine = self._bytes_of(engine)
-            generation_bytes = of_engine["generation_bytes"]
-            num_tokens = sum(len(done.token_ids) for done in found)
-            results.append(
-                {
-                    "name": name,
-                    **of_engine,
-                    "num_tokens": num_tokens,
-                    "tokens_per_s": num_tokens / seconds,
-                    "speed": turns.speedup(name, over=WITHOUT),
-                    "speeds": turns.ratios(name, over=WITHOUT),
-                    "seconds": turns.seconds[name],
-                    "less_than_baseline": 1 - generation_bytes / in_all,
-                    "less_without_draft_logits": 1 - generation_bytes / without_draft_logits,
-                    "num_reread_tokens": sum(done.num_reread_tokens for done in found),
-                    "num_turns": len(found),
-                    "num_equal_turns": _num_equal(found, turns.results[WITHOUT]),
-                    "sentence": sentences[name],
-                }
-            )
-        [plan_result] = [each for each in results if each["name"] == PLAN]
-        return {
-            "prompt_files": files,
-            "num_questions": len(lines),
-            "longest_prompt": longest_prompt,
-            "context": context,
-            "results": results,
-            "baseline_bytes": {**baseline, "generation_bytes": in_all},
-            "without_draft_logits": without_draft_logits,
-            "plans": {name: plan.to_json() for name, plan in plans.items()},
-            "holds": plan_result["num_equal_turns"] == plan_result["num_turns"] == len(asked),
-        }
+    notes = (
+        f"The baseline policy takes {in_units(in_all)} without weights, of which the logits that a "
+        "draft model makes of every prompt position are "
+        f"{in_units(in_all - without_draft_logits)}. The last column counts them and leaves them "
+        "out. Speeds are medians of the ratios to the engine without a budget, in turns."
+    )
+    [plan_result] = [each for each in results if each["name"] == PLAN]
+    return {
+        "prompt_files": files,
+        "num_questions": len(lines),
+        "longest_prompt": longest_prompt,
+        "context": context,
+        "results": results,
+        "baseline_bytes": {**baseline, "generation_bytes": in_all},
+        "without_draft_logits": without_draft_logits,
+        "plans": {name: plan.to_json() for name, plan in plans.items()},
+        "notes": [notes],
+        "holds": plan_result["num_equal_turns"] == plan_result["num_turns"] == len(asked),
+    }
 
-    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """Notes on the baseline and the speeds."""
-        baseline = document["baseline_bytes"]["generation_bytes"]
-        notes = (
-            f"The baseline policy takes {in_units(baseline)} without weights, of which the logits "
-            "that a draft model makes of every prompt position are "
-            f"{in_units(baseline - document['without_draft_logits'])}. The last column counts them "
-            "and leaves them out. Speeds are medians of the ratios to the engine without a budget, "
-            "in turns."
-        )
-        return [(notes, "dim"), *super().remarks(document)]
 
-    def _lines(self) -> tuple[list[PromptLine], dict[str, str]]:
-        if self.prompts is None:
-            return sample_prompts()[: self.limit], {}
-        return load_prompts(self.prompts, self.limit, turns="all")
-
-    def _ask(self, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
-        """Asks all turns of all questions, one question after another; a turn that does not fit,
-        and those after it, are left out."""
-        params = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-        found = []
-        for line in lines:
-            answers: list[str] = []
-            with engine.session() as session:
-                for _ in range(line.num_turns):
-                    turn = line.turn(answers, is_chat=False)
-                    try:
-                        done = session.generate(turn.prompt, params)
-                    except PromptError:
-                        break
-                    found.append(done)
-                    answers.append(done.text or "")
-        return found
-
-    def _bytes_of(self, engine: Engine) -> dict[str, Any]:
-        """The bytes that an engine takes: its actual arrays, and XLA's numbers for its programs."""
-        found = bytes_of(engine.executor.loop)
-        return {
-            **found.to_json(),
-            "kv_bytes": found.parts.kv_bytes,
-            "measured_state_bytes": num_bytes(jax.tree.leaves(engine.state)),
-        }
+def _ask(params: SamplingParams, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
+    """Asks all turns of all questions, one question after another; a turn that does not fit,
+    and those after it, are left out."""
+    found = []
+    for line in lines:
+        answers: list[str] = []
+        with engine.session() as session:
+            for _ in range(line.num_turns):
+                turn = line.turn(answers, is_chat=False)
+                try:
+                    done = session.generate(turn.prompt, params)
+                except PromptError:
+                    break
+                found.append(done)
+                answers.append(done.text or "")
+    return found
 
 
 def _num_equal(found: Sequence[Completion], others: Sequence[Completion]) -> int:

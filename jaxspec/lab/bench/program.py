@@ -1,18 +1,15 @@
-"""What a decode round compiles to on a device that is not present: loops, copies, launches,
-predictions.
+"""What a decode round compiles to on a device that is not present: loops, copies, launches.
 
 A round that is fine on a CPU can be very slow on a GPU: a loop with a dynamic trip count makes the
 host wait for the device before every trip, and launching kernels one by one costs more than their
 computation. All of this can be read from the compiled program, and compiling it needs no GPU
-(`bench.deviceless`). Nothing here is measured: times are counts multiplied by assumed costs, and
-bytes divided by the bandwidth of a datasheet.
+(`bench.deviceless`). Nothing is run.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +21,7 @@ from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
-from jaxspec.lab.bench.measure import Bench, Tables
-from jaxspec.lab.cost import model as cost
+from jaxspec.lab.bench.measure import case
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -35,13 +31,7 @@ from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
 
-# Assumed costs on a GPU, in seconds: inferred from publications, never measured here.
-KERNEL_S = 3.5e-6  # launched by itself
-NODE_S = 1.5e-6  # a kernel in a CUDA graph
-GRAPH_S = 5e-6  # to launch a graph
-PREDICATE_S = 10e-6  # copied from the device and waited for
-
-DRAFT_LENGTH = 4  # of the rounds that `jaxspec bench program` compiles
+BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
 MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
@@ -253,31 +243,6 @@ def _cut(config: ModelConfig, num_layers: int | None) -> ModelConfig:
     return config if num_layers is None else shortened(config, num_layers)
 
 
-def predicted_launch_s(launches: Launches) -> float:
-    """Seconds that the host and the launches take, by assumed costs."""
-    return (
-        launches.num_kernels * KERNEL_S
-        + launches.num_nodes * NODE_S
-        + launches.num_graphs * GRAPH_S
-        + launches.num_predicates * PREDICATE_S
-    )
-
-
-def predicted_memory_s(device: str, shape: Shape) -> float:
-    """Seconds of a round at the datasheet's bandwidth and rate of products."""
-    peak = cost.ceiling(cost.DEVICES[device])
-    pair = cost.Pair(
-        target=shape.target,
-        target_device=peak,
-        draft=shape.draft,
-        draft_device=peak,
-        itemsize=jnp.dtype(shape.dtype).itemsize,
-    )
-    return pair.round_s(
-        batch=shape.batch_size, draft_length=shape.draft_length, context=shape.context
-    )
-
-
 RESULTS: Columns = {
     "device": "{device}",
     "kernels": "{kernels}",
@@ -287,106 +252,72 @@ RESULTS: Columns = {
     "one by one": "{launches[num_kernels]}",
     "predicates": "{launches[num_predicates]}",
     "per layer": "{launches_per_layer}",
-    "launch ms\n(predicted)": "{predicted_launch_ms:.2f}",
-    "memory ms\n(predicted)": "{predicted_memory_ms:.2f}",
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ProgramBench(Bench):
+@case("program", {"results": ("a round, by what was compiled", RESULTS)})
+def program(
+    target: str = "qwen3-8b",
+    draft: str = "qwen3-0.6b",
+    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",),
+    kernels: tuple[KernelsName, ...] = (),
+    num_layers: int | None = None,
+    context: int = 1024,
+) -> dict[str, Any]:
     """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
-    `deviceless`)."""
+    `deviceless`).
 
-    NAME: ClassVar[str] = "program"
-    TABLES: ClassVar[Tables] = {
-        "results": ("a round, by what was compiled (times are predictions)", RESULTS)
+    Args:
+      target: A preset.
+      draft: A preset for its draft model.
+      devices: Devices to compile for.
+      kernels: Kernels of both models; default: those made for the device.
+      num_layers: Use at most this many layers of both models; fewer compile faster.
+      context: Committed tokens per row.
+    """
+    for name in (target, draft):
+        if name not in PRESETS:
+            raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")
+    results = []
+    for device in devices:
+        with as_if_on(device):
+            for each in kernels or (default_kernels(),):
+                shape = Shape(
+                    target=_cut(PRESETS[target], num_layers),
+                    draft=_cut(PRESETS[draft], num_layers),
+                    kernels=each,
+                    batch_size=BATCH_SIZE,
+                    context=context,
+                    draft_length=DRAFT_LENGTH,
+                )
+                results += _compile(device, shape)
+    problems = dict.fromkeys(
+        f"{found['device']}, {found['kernels']}: {problem}."
+        for found in results
+        for problem in found["problems"]
+    )
+    notes = [*problems, "Loops over KV are counted at the given context; nothing was run."]
+    return {"results": results, "notes": notes}
+
+
+def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
+    """A result for each kind of rows."""
+    compiled = compile_run(device, shape)
+    found = {
+        "device": device,
+        "kernels": shape.kernels,
+        "problems": compiled.problems(draft_length=DRAFT_LENGTH),
+        **{
+            field.name: getattr(compiled, field.name)
+            for field in dataclasses.fields(Program)
+            if field.name not in ("greedy", "sampled")
+        },
     }
-
-    target: str = "qwen3-8b"
-    """A preset."""
-    draft: str = "qwen3-0.6b"
-    """A preset for its draft model."""
-    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",)
-    """Devices to compile for."""
-    kernels: tuple[KernelsName, ...] = ()
-    """Kernels of both models; default: those made for the device."""
-    num_layers: int | None = None
-    """Use at most this many layers of both models; fewer compile faster."""
-    batch_size: int = 8
-    """Rows decoded together."""
-    context: int = 1024
-    """Committed tokens per row."""
-
-    def measure(self) -> dict[str, Any]:
-        """A result per device, kernels and kind of rows; nothing is run.
-
-        Raises:
-          SettingError: there is no such preset, or nothing can be compiled for a device here.
-        """
-        for name in (self.target, self.draft):
-            if name not in PRESETS:
-                raise SettingError(f"There is no preset {name!r}; choose {', '.join(PRESETS)}.")
-        results = []
-        for device in self.devices:
-            with as_if_on(device):
-                for kernels in self.kernels or (default_kernels(),):
-                    results += self._compile(device, kernels)
-        return {"results": results, "assumed_s": ASSUMED_S}
-
-    def remarks(self, document: Mapping[str, Any]) -> list[tuple[str, str]]:
-        """The problems found, and the assumptions of the predictions."""
-        found = [
-            (f"{result['device']}, {result['kernels']}: {problem}.", "red")
-            for result in document["results"]
-            if result["rows"] == "greedy"
-            for problem in result["problems"]
-        ]
-        assumed = ", ".join(f"{name} {1e6 * s:g} us" for name, s in document["assumed_s"].items())
-        sentence = (
-            f"Nothing was run. Launches are predicted at assumed costs ({assumed}), memory at the "
-            "datasheet's bandwidth. Loops over KV are counted at the given context."
-        )
-        return [*found, (sentence, "dim")]
-
-    def _compile(self, device: str, kernels: KernelsName) -> list[dict[str, Any]]:
-        shape = Shape(
-            target=_cut(PRESETS[self.target], self.num_layers),
-            draft=_cut(PRESETS[self.draft], self.num_layers),
-            kernels=kernels,
-            batch_size=self.batch_size,
-            context=self.context,
-            draft_length=DRAFT_LENGTH,
-        )
-        program = compile_run(device, shape)
-        found = {
-            "device": device,
-            "kernels": kernels,
-            "problems": program.problems(draft_length=DRAFT_LENGTH),
-            **{
-                field.name: getattr(program, field.name)
-                for field in dataclasses.fields(Program)
-                if field.name not in ("greedy", "sampled")
-            },
-        }
-        if ABSENT_DEVICES[device].platform != "gpu":
-            return [{**found, "rows": "any"}]
-        found["launches_per_layer"] = launches_per_layer(device, shape)
-        found["predicted_memory_ms"] = 1e3 * predicted_memory_s(device, shape)
-        return [
-            {
-                **found,
-                "rows": rows,
-                "launches": dataclasses.asdict(launches),
-                "predicted_launch_ms": 1e3 * predicted_launch_s(launches),
-            }
-            for rows, launches in (("greedy", program.greedy), ("sampled", program.sampled))
-            if launches is not None
-        ]
-
-
-ASSUMED_S = {
-    "a kernel": KERNEL_S,
-    "one in a graph": NODE_S,
-    "a graph": GRAPH_S,
-    "a predicate": PREDICATE_S,
-}
+    if ABSENT_DEVICES[device].platform != "gpu":
+        return [{**found, "rows": "any"}]
+    found["launches_per_layer"] = launches_per_layer(device, shape)
+    return [
+        {**found, "rows": rows, "launches": dataclasses.asdict(launches)}
+        for rows, launches in (("greedy", compiled.greedy), ("sampled", compiled.sampled))
+        if launches is not None
+    ]

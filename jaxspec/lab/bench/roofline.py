@@ -16,7 +16,9 @@ import jax.numpy as jnp
 
 from jaxspec.kernels.registry import default_kernels, get_kernels
 from jaxspec.lab.bench.measure import Repeated, Stage
-from jaxspec.lab.cost.model import Pair, Pass, Timed
+from jaxspec.lab.cost.devices import Timed
+from jaxspec.lab.cost.model import Pair
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import PyTree

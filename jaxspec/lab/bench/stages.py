@@ -24,7 +24,7 @@ from jaxspec.decode.state import batch_view, newest_token
 from jaxspec.drafters.base import function_params
 from jaxspec.lab.bench.measure import Repeated, Run
 from jaxspec.lab.bench.roofline import forward_pass
-from jaxspec.lab.cost.model import Pass
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import DecodeState, PyTree, Scores, Window
@@ -181,7 +181,7 @@ def forward_runs(
 
 
 def block_read_by(model: LanguageModel) -> int | None:
-    """Slots of KV that the model's attention reads at a time, for `cost.Pass`."""
+    """Slots of KV that the model's attention reads at a time, for `Pass`."""
     return BLOCK if model.kernels == "xla" else None
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from scipy import optimize
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost.passes import Pass, Work
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.files import decode_text, read_input
@@ -58,8 +58,8 @@ class Device:
     round_s: float
     source: str
 
-    def pass_s(self, work: Work) -> float:
-        """Seconds of a forward pass, or of other kernels."""
+    def pass_s(self, work: Pass) -> float:
+        """Seconds of a forward pass."""
         rates = self.bytes_per_s, self.bytes_per_s, self.kv_bytes_per_s
         kernels_s = sum(
             max(num_bytes / bytes_per_s, num_flops / self.flops_per_s)
@@ -67,13 +67,9 @@ class Device:
         )
         return kernels_s + work.num_steps * self.step_s
 
-    def to_json(self) -> dict[str, Any]:
-        """A JSON object that `from_json` reads back."""
-        return dataclasses.asdict(self)
-
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Device:
-        """The device that `to_json` wrote.
+        """The device whose fields these are.
 
         Raises:
           SettingError: a constant is missing, or is not a possible number.
@@ -192,21 +188,6 @@ def read_document(text: str) -> Any:
         return json.loads(text.strip().split("\n")[-1])
 
 
-def ceiling(device: Device) -> Device:
-    """A device of `DEVICES` at its datasheet's peaks, without any overhead, so that nothing can be
-    faster."""
-    bytes_per_s, flops_per_s = _PEAKS[device.name]
-    return Device(
-        name=device.name,
-        bytes_per_s=bytes_per_s,
-        kv_bytes_per_s=bytes_per_s,
-        flops_per_s=flops_per_s,
-        step_s=0.0,
-        round_s=0.0,
-        source="datasheet peaks without overheads: a ceiling",
-    )
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fit:
     """A device fitted to measurements.
@@ -224,7 +205,7 @@ class Fit:
     def to_json(self) -> dict[str, Any]:
         """Constants, and median and worst errors."""
         return {
-            "device": self.device.to_json(),
+            "device": dataclasses.asdict(self.device),
             "num_fitted": len(self.errors),
             "error_median": statistics.median(self.errors),
             "error_worst": max(self.errors),

@@ -26,45 +26,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxspec.drafters.growth import Tree
-from jaxspec.errors import SettingError
-from jaxspec.lab.cost.devices import (
-    DEVICES,
-    Device,
-    FindDevices,
-    Fit,
-    Timed,
-    ceiling,
-    fit_device,
-    is_held_out,
-    read_device,
-    read_document,
-    split,
-)
-from jaxspec.lab.cost.passes import LOGITS_PASSES, Pass, Work
+from jaxspec.lab.cost.devices import Timed
+from jaxspec.lab.cost.passes import Pass
 from jaxspec.models.config import ModelConfig
-
-__all__ = [
-    "DEVICES",
-    "LOGITS_PASSES",
-    "LONGEST_DRAFT",
-    "Device",
-    "FindDevices",
-    "Fit",
-    "Pair",
-    "Pass",
-    "Timed",
-    "Work",
-    "ceiling",
-    "closed_form_draft_length",
-    "closed_form_speed_up",
-    "emitted_per_round",
-    "fit_device",
-    "geometric",
-    "is_held_out",
-    "read_device",
-    "read_document",
-    "split",
-]
 
 LONGEST_DRAFT = 16  # longest draft length that is searched
 
@@ -195,11 +159,6 @@ class Pair:
             best = max(best, (length, gain), key=lambda pair: pair[1])
         return best
 
-    def cost_ratio(self, *, batch: int, context: float) -> float:
-        """c of Leviathan et al.: a draft step over a target step."""
-        step_s = self.draft_step_s(batch=batch, context=context)
-        return step_s / self.plain_s(batch=batch, context=context)
-
     def _pass(self, config: ModelConfig, batch: int, window: int, context: float) -> Pass:
         return Pass(
             config=config,
@@ -209,37 +168,3 @@ class Pair:
             itemsize=self.itemsize,
             block=self.block,
         )
-
-
-def closed_form_speed_up(acceptance: float, draft_length: int, cost_ratio: float) -> float:
-    """Theorem 3.8 of Leviathan et al.: (1 - a^(N+1)) / ((1 - a) (N c + 1)).
-
-    It assumes that a target pass costs the same for any window.
-    """
-    emitted = emitted_per_round(geometric(acceptance, draft_length))
-    return emitted / (draft_length * cost_ratio + 1.0)
-
-
-def closed_form_draft_length(acceptance: float, cost_ratio: float) -> int:
-    """The draft length that maximises `closed_form_speed_up`; 0 if none gains.
-
-    One more token gains as long as the ratio of what it emits, a^(N+1), to what N tokens emit
-    exceeds the ratio of its cost c to theirs. The gain decreases, so the search ends at the first
-    token that does not gain.
-
-    Args:
-      acceptance: a, in [0, 1).
-      cost_ratio: c, above 0.
-
-    Raises:
-      SettingError: out of these ranges (a drafter that is free or always right has no best length).
-    """
-    if not 0.0 <= acceptance < 1.0 or not cost_ratio > 0.0:
-        raise SettingError(
-            f"An acceptance of {acceptance:g} and a cost ratio of {cost_ratio:g} were given; the "
-            "first must be from 0 up to, not including, 1, and the second above 0."
-        )
-    length, emitted, more = 0, 1.0, acceptance
-    while more * (length * cost_ratio + 1.0) > emitted * cost_ratio:
-        length, emitted, more = length + 1, emitted + more, more * acceptance
-    return length

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Protocol
 
 from jaxspec.models.config import ModelConfig
 
 LOGITS_PASSES = 2  # fp32 logits are written once and read once
-
-
-class Work(Protocol):
-    """Work that takes a device's time: a `Pass`, or another sequence of kernels."""
-
-    @property
-    def num_steps(self) -> int:
-        """The number of sequential steps."""
-        ...
-
-    def kernels(self) -> tuple[tuple[float, float], ...]:
-        """Bytes and FLOPs of the layers' products, of the head, and of attention."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -32,7 +32,6 @@ class PlanSettings:
       max_length: slots per row.
       draft_length: tokens drafted per round; 0 decodes plainly, without the drafter.
       kv_dtype: that of the target's KV; None is the model's dtype.
-      draft_kv_dtype: the same for the draft model's KV.
       draft_kv_window: tokens whose KV the draft model keeps; None keeps all.
       num_data_shards: devices of the mesh axis `data`.
       num_model_shards: devices of the mesh axis `model`.
@@ -42,7 +41,6 @@ class PlanSettings:
     max_length: int
     draft_length: int
     kv_dtype: KvDtype | None = None
-    draft_kv_dtype: KvDtype | None = None
     draft_kv_window: int | None = None
     num_data_shards: int = 1
     num_model_shards: int = 1
@@ -59,20 +57,19 @@ class PlanSettings:
 
     @property
     def drafter_options(self) -> dict[str, Any]:
-        """Those that are arguments of `DraftModel`, without defaults."""
-        options = {"kv_dtype": self.draft_kv_dtype, "kv_window": self.draft_kv_window}
-        return {name: value for name, value in options.items() if value is not None}
+        """The arguments of `DraftModel` that a plan chooses."""
+        return {} if self.draft_kv_window is None else {"kv_window": self.draft_kv_window}
 
     @property
     def sentence(self) -> str:
         """E.g. `batch 4, max_length 2176, draft length 5, int8 KV of the target`."""
-        kv = {"target": self.kv_dtype, "draft model": self.draft_kv_dtype}
         found = [
             f"batch {self.batch_size}",
             f"max_length {self.max_length}",
             f"draft length {self.draft_length}" if self.draft_length else "no drafter",
-            *(f"{dtype} KV of the {name}" for name, dtype in kv.items() if dtype is not None),
         ]
+        if self.kv_dtype is not None:
+            found.append(f"{self.kv_dtype} KV of the target")
         if self.draft_kv_window is not None:
             found.append(f"draft KV of {self.draft_kv_window} tokens")
         if self.num_devices > 1:
@@ -87,14 +84,12 @@ class PlannedRun:
     Attributes:
       settings: those of the engine.
       bytes: the bytes per device.
-      tokens_per_s: predicted for all rows together, including prompts.
-      decode_tokens_per_s: predicted for rounds alone.
+      tokens_per_s: of the rounds, predicted for all rows together.
     """
 
     settings: PlanSettings
     bytes: PlanBytes
     tokens_per_s: float
-    decode_tokens_per_s: float
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
@@ -103,7 +98,6 @@ class PlannedRun:
             "sentence": self.settings.sentence,
             "bytes": self.bytes.to_json(),
             "tokens_per_s": self.tokens_per_s,
-            "decode_tokens_per_s": self.decode_tokens_per_s,
         }
 
 
@@ -114,8 +108,8 @@ class MemoryPlan:
     Attributes:
       target: name of the target.
       draft: name of the draft model; None without one.
-      draft_options: arguments of `DraftModel` that were not searched: a `tree`, a `min_confidence`,
-        `kv_sinks`.
+      draft_options: arguments of `DraftModel` that were given: a `tree`, a `min_confidence`,
+        `kv_sinks`, `kv_dtype`.
       drafter: name of the drafter used instead of a draft model, or None.
       dtype: that of the target's weights, compute and (unless `kv_dtype` differs) KV.
       draft_dtype: that of the draft model's weights; None without one.
@@ -126,14 +120,9 @@ class MemoryPlan:
       budget_bytes: the budget per device.
       keep: smallest fraction of the best predicted speed that the chosen settings may have.
       chosen: the plan, whose programs were compiled.
-      fastest: the fastest plan that fits. Here and below, settings that change the output are
-        considered only if the chosen ones do, and what was not compiled is computed.
-      cheaper: the fastest plan that takes fewer bytes than the chosen one; None if there is none.
-      faster: the smallest plan that is predicted to be faster, whether it fits or not.
-      baseline_bytes: bytes of the baseline policy for the same rows, by part; see
-        `lab.cost.baseline`.
+      fastest: the fastest plan that fits; its bytes are computed if it is another. It changes the
+        output only if the chosen plan does.
       num_candidates: number of settings that were considered.
-      num_fitting: number of these that fit the budget.
       remarks: notes on the figures, in sentences.
     """
 
@@ -151,11 +140,7 @@ class MemoryPlan:
     keep: float
     chosen: PlannedRun
     fastest: PlannedRun
-    cheaper: PlannedRun | None
-    faster: PlannedRun | None
-    baseline_bytes: Mapping[str, int]
     num_candidates: int
-    num_fitting: int
     remarks: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -265,7 +250,7 @@ class MemoryPlan:
             )
         pairs = [("target", "kv_dtype", settings.kv_dtype, kv_dtype_of(target))]
         if settings.draft_length:
-            own, model = settings.draft_kv_dtype, getattr(drafter, "model", None)
+            own, model = self.draft_options.get("kv_dtype"), getattr(drafter, "model", None)
             kept = getattr(drafter, "kv_window", None)
             pairs += [
                 ("drafter", "kv_dtype", own, kv_dtype_of(model)),
@@ -299,19 +284,14 @@ class MemoryPlan:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object."""
-        runs = {
-            name: None if run is None else run.to_json()
-            for name in ("chosen", "fastest", "cheaper", "faster")
-            for run in (getattr(self, name),)
-        }
         options = {
             name: getattr(value, "name", value) for name, value in self.draft_options.items()
         }
         return {
             **{field.name: getattr(self, field.name) for field in dataclasses.fields(self)},
-            **runs,
+            "chosen": self.chosen.to_json(),
+            "fastest": self.fastest.to_json(),
             "draft_options": options,
-            "baseline_bytes": dict(self.baseline_bytes),
             "programs": [dataclasses.asdict(each) for each in self.chosen.bytes.programs],
             "remarks": list(self.remarks),
             "description": self.describe(),

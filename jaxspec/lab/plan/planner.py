@@ -12,9 +12,6 @@ are what XLA says of the compiled programs. Where settings are compared that wer
 drawing from the logits takes is computed (`engine.memory.Parts.drawing_bytes`), and added to it is
 the most that compiled programs needed besides. The chosen settings are compiled; if they take more
 than was computed, the choice is made again.
-
-`request` has what is planned for and the settings that are tried, `speed` what they bring, and
-`plan` the records. They stand in this room, because the speed is a prediction of `lab.cost.model`.
 """
 
 from __future__ import annotations
@@ -22,21 +19,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import jax
-import jax.numpy as jnp
 
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.settings import LARGEST_NUM_SLOTS
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_model import NUM_SINKS, check_kv_window
 from jaxspec.engine.memory import Parts, PlanBytes, bytes_of, in_units, measure_parts
 from jaxspec.errors import SettingError
-from jaxspec.lab.cost import model as cost
-from jaxspec.lab.cost.baseline import baseline_bytes
+from jaxspec.lab.cost.devices import DEVICES, read_device
 from jaxspec.lab.plan.plan import MemoryPlan, PlannedRun, PlanSettings
 from jaxspec.lab.plan.request import (
     DescribedDraft,
@@ -45,9 +38,8 @@ from jaxspec.lab.plan.request import (
     describe,
     describe_draft,
     find_drafter,
-    model_axes,
 )
-from jaxspec.lab.plan.speed import SpeedPrediction
+from jaxspec.lab.plan.speed import tokens_per_s
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.options import LARGEST_NUMBER, check_between
@@ -69,7 +61,6 @@ def plan_memory(
     drafter: Drafter | str | Mapping[str, Any] | None = None,
     batch: int = 8,
     context: int = 1024,
-    prompt_tokens: int | None = None,
     device: str = "h200",
     keep: float = 0.96,
     acceptance: float | Sequence[float] = 0.7,
@@ -97,9 +88,9 @@ def plan_memory(
         name says; everything else is planned as it is. Draft lengths of a tree are numbers of
         nodes.
       batch: rows wanted at a time, over all devices; fewer are tried too, if the budget is small.
-      context: tokens of a request, prompt and output.
-      prompt_tokens: of these, the prompt's; by default half of them.
-      device: a key of `cost.DEVICES` (datasheet values), or the file of a document that `jaxspec
+      context: tokens of a request, prompt and output; speeds are predicted as if half of them were
+        the prompt's.
+      device: a key of `DEVICES` (datasheet values), or the file of a document that `jaxspec
         bench decode` wrote on this machine (fitted values).
       keep: share of the fastest plan's predicted speed that must be kept, above 0 and at most 1.
       acceptance: chance that a drafted token is accepted, alike at every position; or measured
@@ -122,11 +113,10 @@ def plan_memory(
         do).
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_NUMBER)
-    batch = whole_number("batch", batch)
-    context = whole_number("context", context)
-    keep = number("keep", keep)
-    if prompt_tokens is not None:
-        prompt_tokens = whole_number("prompt_tokens", prompt_tokens)
+    batch = whole_number("batch", batch, least=1)
+    context = whole_number("context", context, least=2)
+    check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
+    keep = number("keep", keep, above=0, most=1, expected="above 0 and at most 1")
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
     device = text("device", device)
     dtype = None if dtype is None else parse_dtype(dtype).name
@@ -134,21 +124,12 @@ def plan_memory(
         raise refusal("say", say, "a function of a text")
     search = Search() if search is None else search
     check_kind("search", search, Search, "a Search of settings, or None")
+    for draft_length in search.draft_lengths or ():
+        check_between("draft_lengths", draft_length, 0, context)
     verifier, scheduler = make_verifier(verifier), make_scheduler(scheduler)
     if drafter is not None and draft is not None:
         raise SettingError("Both a draft model and a drafter were given; plan with one of them.")
-    prompt_tokens = max(context // 2, 1) if prompt_tokens is None else prompt_tokens
-    check_asked(
-        budget_bytes,
-        batch=batch,
-        context=context,
-        prompt_tokens=prompt_tokens,
-        keep=keep,
-        acceptance=acceptance,
-        mesh=mesh,
-        search=search,
-    )
-    find_devices = cost.read_device(device)
+    find_devices = read_device(device)
     described = describe(target)
     drafting = None if draft is None else DescribedDraft(model=describe(draft))
     if drafter is not None:
@@ -159,14 +140,13 @@ def plan_memory(
         draft_options={} if drafting is None else drafting.options,
         batch=batch,
         context=context,
-        prompt_tokens=prompt_tokens,
-        is_datasheet=device in cost.DEVICES,
+        is_datasheet=device in DEVICES,
         find_devices=find_devices,
         acceptance=acceptance,
         given_dtype=dtype,
         verifier=verifier,
         scheduler=scheduler,
-        mesh=mesh or (1, 1),
+        mesh=mesh,
         search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
     )
     if drafter is not None and drafting is None:
@@ -178,8 +158,9 @@ def plan_memory(
         )
         request = dataclasses.replace(request, drafter=found, given=given)
     if request.drafts_trees and isinstance(acceptance, (int, float)):
+        name = "draft_model" if request.drafter is None else request.drafter.name
         raise SettingError(
-            f"An acceptance of {acceptance:g} was given for the tree of {request.drafter_name}, "
+            f"An acceptance of {acceptance:g} was given for the tree of {name}, "
             "whose nodes are not alike; give the measured chances of its nodes, in their order."
         )
     request.check_mesh()
@@ -202,58 +183,18 @@ def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
     return tuple(map(chance, listed("acceptance", acceptance)))
 
 
-def _as_mesh(mesh: Any) -> tuple[int, int] | None:
-    """The sizes of the axes `data` and `model`, or None.
+def _as_mesh(mesh: Any) -> tuple[int, int]:
+    """The sizes of the axes `data` and `model`; of one device for None.
 
     Raises:
-      SettingError: these are not two whole numbers of at least 1.
+      SettingError: these are not two whole numbers of at least 1, or too many devices.
     """
-    if mesh is None:
-        return None
-    sizes = listed("mesh", mesh)
+    sizes = (1, 1) if mesh is None else listed("mesh", mesh)
     if len(sizes) != 2:
         raise refusal("mesh", mesh, "two whole numbers, of the axes data and model")
     data, model = (whole_number("mesh", size, least=1) for size in sizes)
+    check_between("data * model of the mesh", data * model, 1, MOST_DEVICES)
     return data, model
-
-
-def check_asked(
-    budget_bytes: int,
-    *,
-    batch: int,
-    context: int,
-    prompt_tokens: int | None,
-    keep: float,
-    acceptance: float | Sequence[float],
-    mesh: tuple[int, int] | None,
-    search: Search,
-) -> None:
-    """Raises `SettingError` for numbers that nothing can be planned for; see `plan_memory`. No
-    model is needed for this."""
-    check_between("budget_bytes", budget_bytes, 1, LARGEST_NUMBER)
-    check_between("batch", batch, 1, LARGEST_NUM_SLOTS)
-    check_between("context", context, 2, LARGEST_NUM_SLOTS)
-    check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
-    check_between("keep", keep, 0, 1, excludes_least=True)
-    if prompt_tokens is not None and not 1 <= prompt_tokens < context:
-        raise SettingError(
-            f"{prompt_tokens} prompt tokens were given for a context of {context}; give at least "
-            "1, and fewer than the context."
-        )
-    for chance in (acceptance,) if isinstance(acceptance, (int, float)) else acceptance:
-        check_between("acceptance", chance, 0, 1)
-    if mesh is not None:
-        check_between("data * model of the mesh", math.prod(mesh), 1, MOST_DEVICES)
-    for name in ("draft_lengths", "kv_dtypes", "draft_kv_dtypes", "draft_kv_windows"):
-        if getattr(search, name) == ():
-            raise SettingError(
-                f"There is nothing to choose from: {name} has no value; give at least one to try."
-            )
-    for draft_length in search.draft_lengths or ():
-        check_between("draft_lengths", draft_length, 0, context)
-    for window in search.draft_kv_windows:
-        if window is not None:
-            check_kv_window(window, NUM_SINKS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -269,11 +210,6 @@ class Planner:
     request: PlanRequest
     say: Say
     compiled: dict[PlanSettings, PlanBytes] = dataclasses.field(default_factory=dict)
-
-    @functools.cached_property
-    def speed(self) -> SpeedPrediction:
-        """What settings bring."""
-        return SpeedPrediction(request=self.request)
 
     @functools.cache  # noqa: B019
     def parts(self, settings: PlanSettings) -> Parts:
@@ -320,16 +256,11 @@ class Planner:
             )
         self._check_weights(candidates, budget_bytes)
         self.say(f"comparing {len(candidates)} settings")
-        speeds = {each: self.speed.tokens_per_s(each) for each in candidates}
+        speeds = {each: tokens_per_s(self.request, each) for each in candidates}
 
         def runs_of(candidates: Iterable[PlanSettings]) -> list[PlannedRun]:
             return [
-                PlannedRun(
-                    settings=each,
-                    bytes=self.bytes_of(each),
-                    tokens_per_s=speeds[each][0],
-                    decode_tokens_per_s=speeds[each][1],
-                )
+                PlannedRun(settings=each, bytes=self.bytes_of(each), tokens_per_s=speeds[each])
                 for each in candidates
             ]
 
@@ -344,7 +275,12 @@ class Planner:
             least = self._least(candidates)
             chosen = choose(runs_of(self.compiled), budget_bytes, keep=keep)
             if chosen is None:
-                raise SettingError(_refusal(least, self.compiled[least], budget_bytes))
+                needed = self.compiled[least].total_bytes
+                raise SettingError(
+                    f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the "
+                    f"smallest that works is {in_units(needed)} ({needed} bytes), with "
+                    f"{least.sentence}."
+                )
         return self._plan_of(chosen, runs_of(candidates), budget_bytes, keep=keep)
 
     def _least(self, candidates: Sequence[PlanSettings]) -> PlanSettings:
@@ -356,10 +292,9 @@ class Planner:
         """
         fewest: dict[tuple, PlanSettings] = {}
         for each in sorted(candidates, key=lambda each: (each.draft_length, each.batch_size)):
-            of_draft = (each.draft_kv_dtype, each.draft_kv_window)
             if (each.kv_dtype,) not in fewest:
-                alike = (each.kv_dtype, *of_draft) if each.draft_length else (each.kv_dtype,)
-                fewest.setdefault(alike, each)
+                window = (each.draft_kv_window,) if each.draft_length else ()
+                fewest.setdefault((each.kv_dtype, *window), each)
 
         def at_least(settings: PlanSettings) -> int:
             parts = self.parts(settings)
@@ -375,15 +310,13 @@ class Planner:
     def _plan_of(
         self, chosen: PlannedRun, runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float
     ) -> MemoryPlan:
-        num_candidates = len(runs)
-        num_fitting = sum(run.bytes.total_bytes <= budget_bytes for run in runs)
-        if not chosen.settings.changes_output:
-            runs = [run for run in runs if not run.settings.changes_output]
-        fitting = [run for run in runs if run.bytes.total_bytes <= budget_bytes]
-        total = chosen.bytes.total_bytes
-        less = [run for run in fitting if run.bytes.total_bytes < total]
-        more = [run for run in runs if run.tokens_per_s > chosen.tokens_per_s]
-        request, settings = self.request, chosen.settings
+        fitting = [
+            run
+            for run in runs
+            if run.bytes.total_bytes <= budget_bytes
+            and (chosen.settings.changes_output or not run.settings.changes_output)
+        ]
+        request = self.request
         return MemoryPlan(
             target=request.target.name,
             draft=None if request.draft is None else request.draft.name,
@@ -391,7 +324,7 @@ class Planner:
             drafter=request.given,
             dtype=request.dtype,
             draft_dtype=request.draft_dtype,
-            device=self.speed.devices[0].name,
+            device=request.devices[0].name,
             platform=jax.default_backend() if request.is_here else "gpu",
             scheduler=request.scheduler.name,
             verifier=request.verifier.name,
@@ -399,30 +332,18 @@ class Planner:
             keep=keep,
             chosen=chosen,
             fastest=max(fitting, key=lambda run: run.tokens_per_s),
-            cheaper=max(less, key=lambda run: run.tokens_per_s, default=None),
-            faster=min(more, key=_by_bytes, default=None),
-            baseline_bytes=baseline_bytes(
-                request.target.config,
-                draft=None if request.draft is None else request.draft.config,
-                itemsize=jnp.dtype(request.dtype).itemsize,
-                num_rows=settings.batch_size,
-                prompt_tokens=request.prompt_tokens,
-                num_nodes=settings.draft_length + 1,
-                depth=request.draft_depth(settings.draft_length),
-            ),
-            num_candidates=num_candidates,
-            num_fitting=num_fitting,
+            num_candidates=len(runs),
             remarks=self._remarks(chosen),
         )
 
     def _remarks(self, chosen: PlannedRun) -> tuple[str, ...]:
         request, settings = self.request, chosen.settings
-        of_target, _, _ = self.speed.devices
+        of_target, _, _ = request.devices
         found = [f"Speeds are predictions for {of_target.name}: {of_target.source}."]
         if chosen.bytes.programs:
             found.append(
-                "The chosen plan's temporaries are those of its compiled programs; those of the "
-                "other plans are computed."
+                "The chosen plan's temporaries are those of its compiled programs; those of "
+                "another plan are computed."
             )
         else:
             found.append(
@@ -454,14 +375,7 @@ class Planner:
             return tuple(found)
         if request.drafter is not None:
             found.append("Drafting is taken to cost no more than reading the drafter's weights.")
-        if "min_confidence" in request.draft_options:
-            found.append("Rounds are predicted as if no draft ended early.")
-        if request.tree is not None and settings.draft_length < request.tree.num_nodes:
-            found.append(
-                f"The {settings.draft_length} nodes that are drafted here are predicted to be "
-                f"accepted as the first of {request.tree.num_nodes} are."
-            )
-        if settings.draft_kv_window or settings.draft_kv_dtype:
+        if settings.draft_kv_window:
             found.append(
                 "The acceptance is taken to be that of a draft model with all of its KV; measure "
                 "it with `jaxspec compare`."
@@ -470,42 +384,13 @@ class Planner:
 
     def _check_weights(self, candidates: Sequence[PlanSettings], budget_bytes: int) -> None:
         """Raises `SettingError` if the budget is below the weights of all settings."""
-        lightest = min(candidates, key=lambda each: self.parts(each).weights_bytes)
-        parts = self.parts(lightest)
-        if parts.weights_bytes <= budget_bytes:
-            return
-        advice, dtype = [], self.request.dtype
-        if jnp.dtype(dtype).itemsize > 2:
-            share = 2 / jnp.dtype(dtype).itemsize
-            if share * parts.weights_bytes <= budget_bytes:
-                advice.append(f"bfloat16 takes {in_units(math.ceil(share * parts.weights_bytes))}")
-        if not advice:
-            bits = next(
-                (
-                    bits
-                    for bits in (8, 4)
-                    if parts.weights_bytes * bits / 8 / jnp.dtype(dtype).itemsize <= budget_bytes
-                ),
-                None,
+        needed = min(self.parts(each).weights_bytes for each in candidates)
+        if needed > budget_bytes:
+            raise SettingError(
+                f"A budget of {in_units(budget_bytes)} was given, and the weights alone take "
+                f"{in_units(needed)} per device in {self.request.dtype}; plan for a dtype of fewer "
+                "bytes, for a mesh with a larger model axis, or with a smaller model."
             )
-            fits = "no weight dtype" if bits is None else f"{bits}-bit weights, which jaxspec lacks"
-            advice.append(f"{fits} would fit")
-        axes = model_axes(self.request.target.config, MOST_DEVICES)
-        enough = [each for each in axes if parts.weights_bytes / each <= budget_bytes]
-        if enough and lightest.num_model_shards == 1:
-            advice.append(f"a mesh axis model of {enough[0]} devices splits them")
-        raise SettingError(
-            f"A budget of {in_units(budget_bytes)} was given, and the weights alone take "
-            f"{in_units(parts.weights_bytes)} per device in {dtype}; {' and '.join(advice)}."
-        )
-
-
-def _refusal(least: PlanSettings, needed: PlanBytes, budget_bytes: int) -> str:
-    return (
-        f"A budget of {in_units(budget_bytes)} ({budget_bytes} bytes) was given; the smallest that "
-        f"works is {in_units(needed.total_bytes)} ({needed.total_bytes} bytes), with "
-        f"{least.sentence}."
-    )
 
 
 def choose(runs: Sequence[PlannedRun], budget_bytes: int, *, keep: float) -> PlannedRun | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,19 +12,19 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from jaxspec.cache.pages import BLOCK, KvDtype, round_up_to_block
+from jaxspec.cache.pages import BLOCK, KV_DTYPES, KvDtype, round_up_to_block
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.sharded import DATA, MODEL, ShardedLoop
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel
+from jaxspec.drafters.draft_model import NUM_SINKS, DraftModel, check_kv_window
 from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.tree_names import named_tree
 from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
-from jaxspec.lab.cost import model as cost
+from jaxspec.lab.cost.devices import Device, FindDevices
 from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
 from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
@@ -32,7 +33,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import ShapeModel, shape_model
-from jaxspec.runtime.values import check_kind, listed, whole_number
+from jaxspec.runtime.values import check_kind, is_one_of, listed, refusal, whole_number
 from jaxspec.schedulers import Scheduler
 from jaxspec.verifiers import Verifier
 
@@ -46,23 +47,35 @@ class Search:
         of its own (trees, FlexDraft) what fills the windows up to it: 0, 2, 4, 8, ...
       kv_dtypes: of the target's KV. Another dtype than the model's changes the output, so it is
         chosen only where nothing else fits, unless it is the only one.
-      draft_kv_dtypes: of the draft model's KV.
       draft_kv_windows: tokens whose KV the draft model keeps; those that the context does not fill
         are left out.
     """
 
     draft_lengths: tuple[int, ...] | None = None
     kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
-    draft_kv_dtypes: tuple[KvDtype | None, ...] = (None, "int8")
     draft_kv_windows: tuple[int | None, ...] = (None, 512)
 
     def __post_init__(self):
+        checks = {
+            "kv_dtypes": _check_kv_dtype,
+            "draft_kv_windows": lambda window: check_kv_window(window, NUM_SINKS)[0],
+        }
         if self.draft_lengths is not None:
-            lengths = tuple(
-                whole_number("draft_lengths", length, least=0)
-                for length in listed("draft_lengths", self.draft_lengths)
-            )
-            object.__setattr__(self, "draft_lengths", lengths)
+            checks["draft_lengths"] = functools.partial(whole_number, "draft_lengths", least=0)
+        for name, check in checks.items():
+            entries = tuple(map(check, listed(name, getattr(self, name))))
+            if not entries:
+                raise SettingError(
+                    f"There is nothing to choose from: {name} has no value; give at least one to "
+                    "try."
+                )
+            object.__setattr__(self, name, entries)
+
+
+def _check_kv_dtype(kv_dtype: Any) -> KvDtype | None:
+    if kv_dtype is not None and not is_one_of(kv_dtype, KV_DTYPES):
+        raise refusal("kv_dtypes", kv_dtype, "None or 'int8'")
+    return kv_dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -111,9 +124,8 @@ class DescribedDraft:
 
     Attributes:
       model: itself.
-      options: arguments of `DraftModel` that are not searched: `min_confidence`, `tree` and
-        `kv_sinks`, where they are given.
-      fixed: settings of `Search` that are not searched either, because they were given.
+      options: arguments of `DraftModel` that were given, other than `kv_window`.
+      fixed: settings of `Search` that are not searched because they were given.
     """
 
     model: Described
@@ -129,15 +141,13 @@ def describe_draft(drafter: Drafter | str | Mapping[str, Any]) -> DescribedDraft
             "min_confidence": drafter.min_confidence,
             "tree": drafter.tree,
             "kv_sinks": drafter.kv_sinks,
+            "kv_dtype": drafter.model.kv_dtype,
         }
-        defaults = {"min_confidence": 0.0, "tree": None, "kv_sinks": NUM_SINKS}
+        defaults = {"min_confidence": 0.0, "tree": None, "kv_sinks": NUM_SINKS, "kv_dtype": None}
         return DescribedDraft(
             model=describe(drafter.model),
             options={name: value for name, value in given.items() if value != defaults[name]},
-            fixed={
-                "draft_kv_windows": (drafter.kv_window,),
-                "draft_kv_dtypes": (drafter.model.kv_dtype,),
-            },
+            fixed={"draft_kv_windows": (drafter.kv_window,)},
         )
     if isinstance(drafter, Drafter) or choose_drafter(drafter) is None:
         return None
@@ -145,9 +155,8 @@ def describe_draft(drafter: Drafter | str | Mapping[str, Any]) -> DescribedDraft
     if kind != "draft_model":
         return None
     model, fixed = options.pop("model"), {}
-    for name in ("kv_window", "kv_dtype"):
-        if name in options:
-            fixed[f"draft_{name}s"] = (options.pop(name),)
+    if "kv_window" in options:
+        fixed["draft_kv_windows"] = (options.pop("kv_window"),)
     if isinstance(options.get("tree"), str):
         options["tree"] = named_tree(options["tree"])
     return DescribedDraft(model=describe(model), options=options, fixed=fixed)
@@ -190,9 +199,8 @@ class PlanRequest:
     given: str | None = None
     batch: int
     context: int
-    prompt_tokens: int
     is_datasheet: bool
-    find_devices: cost.FindDevices
+    find_devices: FindDevices
     acceptance: float | Sequence[float]
     given_dtype: str | None
     verifier: Verifier
@@ -220,6 +228,13 @@ class PlanRequest:
             of_preset = "float32" if jax.default_backend() == "cpu" else "bfloat16"
             default = self.target.dtype_here or of_preset
         return parse_dtype(self.given_dtype or self.target.dtype or default).name
+
+    @property
+    def devices(self) -> tuple[Device, Device, int | None]:
+        """Of the target, of the draft model, and the block of KV that attention reads at a time."""
+        return self.find_devices(
+            self.target.config, None if self.draft is None else self.draft.config
+        )
 
     @property
     def draft_dtype(self) -> str | None:
@@ -267,22 +282,6 @@ class PlanRequest:
             return not self.drafter.is_chain
         return self.tree is not None and not self.tree.is_chain
 
-    @property
-    def drafter_name(self) -> str | None:
-        """Display name of the drafter, or None."""
-        if self.drafter is not None:
-            return self.drafter.name
-        if self.draft is None:
-            return None
-        tree = "" if self.tree is None else f"[{self.tree.name}]"
-        return f"draft_model{tree}:{self.draft.name}"
-
-    def draft_depth(self, draft_length: int) -> int:
-        """How deep drafts of so many nodes may be."""
-        deepest = self.tree if self.drafter is None else self.drafter
-        max_depth = None if deepest is None else deepest.max_depth
-        return draft_length if max_depth is None else min(max_depth, draft_length)
-
     def candidates(self) -> Iterator[PlanSettings]:
         """All settings to be tried."""
         data, model = self.mesh
@@ -305,13 +304,9 @@ class PlanRequest:
             if not draft_length or self.draft is None:
                 yield plain
                 continue
-            for draft_kv_dtype, window in itertools.product(
-                self.search.draft_kv_dtypes, self.search.draft_kv_windows
-            ):
+            for window in self.search.draft_kv_windows:
                 if window is None or window + BLOCK < plain.max_length:
-                    yield dataclasses.replace(
-                        plain, draft_kv_dtype=draft_kv_dtype, draft_kv_window=window
-                    )
+                    yield dataclasses.replace(plain, draft_kv_window=window)
 
     def loop(self, settings: PlanSettings, *, dtype: str | None = None) -> DecodeLoop | ShardedLoop:
         """The decode loop of an engine with these settings, of shapes only.

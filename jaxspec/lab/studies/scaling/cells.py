@@ -15,7 +15,7 @@ from jaxspec.checkpoint.format import weights_digest
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import ModelError
 from jaxspec.lab.bench.cells import Cell, CellStore
-from jaxspec.lab.bench.decode import DecodeBench, DecodeOptions
+from jaxspec.lab.bench.decode import DecodeBench
 from jaxspec.lab.bench.measure import Say
 from jaxspec.lab.studies.scaling.decoding import (
     DECODINGS,
@@ -193,15 +193,13 @@ class Running:
         settings = self.settings
         draft = self.drafters.model(*settings.longest_trained)
         bench = DecodeBench(
-            options=DecodeOptions(
-                batch_sizes=(batch_size,),
-                draft_lengths=(max(settings.time_draft_lengths),),
-                max_tokens=settings.max_tokens,
-                repeats=settings.repeats,
-            ),
             target=self.target,
             drafter=DraftModel(draft),
             prompts=[tuple(ids) for ids in self.given.token_ids],
+            batch_sizes=(batch_size,),
+            draft_lengths=(max(settings.time_draft_lengths),),
+            max_tokens=settings.max_tokens,
+            repeats=settings.repeats,
         )
         measured = bench.time_stages(bench.engine(batch_size, draft_length), draft_length)
         return {
