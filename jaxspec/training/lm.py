@@ -33,6 +33,7 @@ from jaxspec.training.lm_runs import TOKENIZER, Run, load_run, load_teacher, rea
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
 from jaxspec.training.trainer import (
+    NoOption,
     OnStep,
     Task,
     TrainSettings,
@@ -81,9 +82,8 @@ class TrainConfig(TrainSettings):
       width: E.
       feed_forward_width: F.
       num_layers: L.
-      num_query_heads: Q.
+      num_query_heads: Q; a head has E / Q channels.
       num_kv_heads: K.
-      head_size: H.
       epochs: most passes over the text of a domain; None sets no limit.
       teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
         tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate.
@@ -116,13 +116,11 @@ class TrainConfig(TrainSettings):
     num_layers: int = 8
     num_query_heads: int = 4
     num_kv_heads: int = 2
-    head_size: int = 64
-    epochs: int | None = None
+    epochs: NoOption[int | None] = None
     learning_rate: float = 2.5e-3
     teacher: str | None = None
-    teacher_states: pathlib.Path | None = None
-    evaluate_every: int = 250
-    evaluate_tokens: int = 16_384
+    teacher_states: NoOption[pathlib.Path | None] = None
+    evaluate_tokens: NoOption[int] = 16_384
 
     def __post_init__(self):
         check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
@@ -158,6 +156,12 @@ class TrainConfig(TrainSettings):
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The Qwen3 architecture that these settings describe."""
+        if self.num_query_heads < 1 or self.width % self.num_query_heads:
+            raise SettingError(
+                f"width {self.width} was given with num_query_heads {self.num_query_heads}; give a "
+                "width that is a multiple of the number of heads."
+            )
+        head_size = self.width // self.num_query_heads
         return ModelConfig(
             family="qwen3",
             vocab_size=vocab_size,
@@ -166,10 +170,10 @@ class TrainConfig(TrainSettings):
             num_layers=self.num_layers,
             num_query_heads=self.num_query_heads,
             num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
+            head_size=head_size,
             max_length=self.max_length,
             norm_epsilon=1e-6,
-            rope=RopeConfig(theta=1e4, rotary_size=self.head_size),
+            rope=RopeConfig(theta=1e4, rotary_size=head_size),
             has_qk_norm=True,
             is_tied=True,
         )

@@ -66,8 +66,7 @@ class Place:
             "train", "lm", "--corpora", self.inputs / "corpora", "--out", self.output,
             "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64, "--max-length", 128,
             "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
-            "--num-query-heads", 2, "--num-kv-heads", 1, "--head-size", 8,
-            "--checkpoint-every", 1, "--evaluate-every", 1000, "--evaluate-tokens", 256,
+            "--num-query-heads", 2, "--num-kv-heads", 1, "--checkpoint-every", 1,
             "--warmup-steps", 2,
         )  # fmt: skip
 

@@ -26,7 +26,6 @@ from jaxspec.training.dual_path import (
 from jaxspec.training.flexdraft import (
     FlexBatch,
     FlexLoss,
-    flexdraft_loss,
     init_flexdraft,
     make_flex_optimizer,
 )
@@ -54,6 +53,10 @@ def packed(*texts, anchors, row_length=24):
     batch = pack_texts([texts], row_length)
     anchors = jnp.asarray([anchors], jnp.int32)
     return BlockBatch(texts=batch, anchors=anchors, is_block=jnp.ones(anchors.shape, bool))
+
+
+def loss_of(config, params, target_params, batch, uncalibrated=1.0):
+    return FlexLoss(config)(params, target_params, FlexBatch(batch, jnp.float32(uncalibrated)))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -155,7 +158,7 @@ def test_clean_rows_have_no_gradients():
     batch = packed(random_text(2, 20), anchors=[2, 3, 11])
 
     def loss(params, target_params):
-        return flexdraft_loss(drafter.config, params, target_params, batch, jnp.float32(1.0))[0]
+        return loss_of(drafter.config, params, target_params, batch)[0]
 
     ours, theirs = jax.jit(jax.grad(loss, argnums=(0, 1)))(drafter.params, unpacked(model.params))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(ours))
@@ -229,7 +232,7 @@ def test_the_loss_is_the_sum_label_by_label():
                     loss = np.log(np.exp(np.asarray(each)).sum()) - each[label]
                     sums[kind] += weight * loss, weight
     calibrated, uncalibrated = sums[:, 0] / sums[:, 1]
-    loss, metrics = flexdraft_loss(drafter.config, drafter.params, params, batch, jnp.float32(0.25))
+    loss, metrics = loss_of(drafter.config, drafter.params, params, batch, 0.25)
     assert loss == pytest.approx(calibrated + 0.25 * uncalibrated, rel=1e-4)
     assert metrics["calibrated_loss"] == pytest.approx(calibrated, rel=1e-4)
 
@@ -242,7 +245,7 @@ def test_logits_in_parts_are_the_same(monkeypatch):
 
     def made():
         def loss(own):
-            return flexdraft_loss(drafter.config, own, params, batch, jnp.float32(1.0))[0]
+            return loss_of(drafter.config, own, params, batch)[0]
 
         scores = score_blocks(drafter.config, drafter.params, params, batch)
         return scores, jax.jit(jax.grad(loss))(drafter.params)
@@ -250,7 +253,6 @@ def test_logits_in_parts_are_the_same(monkeypatch):
     whole = made()
     num_logits = 2 * BLOCK * model.vocab_size  # of two blocks
     monkeypatch.setattr(dual_path, "_MAX_LOGITS", num_logits)
-    assert dual_path._num_parts(drafter.config, batch) == 3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole, made())
 
 
@@ -280,16 +282,10 @@ def test_steps_lower_the_loss_at_both_rates():
     state = TrainState(params=params, optimizer=optimizer.init(params))
     text = Text("tales", "book", [3, 4], [5, 6, 7, 8] * 5)
     batch = FlexBatch(packed(text, anchors=[2, 4, 7, 9, 12]), jnp.float32(1.0))
+    how = {"loss": FlexLoss(config), "optimizer": optimizer}
     losses, moved = [], {}
     for step in range(30):
-        state, metrics = train_step(
-            state,
-            target_params,
-            batch,
-            np.float32(1e-3),
-            loss=FlexLoss(config),
-            optimizer=optimizer,
-        )
+        state, metrics = train_step(state, target_params, batch, np.float32(1e-3), **how)
         losses.append(float(metrics["loss"]))
         if step == 0:  # Adam's first step is as large as the rate
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), state.params, before)

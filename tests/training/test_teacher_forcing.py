@@ -19,7 +19,7 @@ from jaxspec.models.base import LanguageModel, forward_features
 from jaxspec.models.prefill import chain_window
 from jaxspec.training import head_accuracy, teacher_forcing
 from jaxspec.training.head_accuracy import RankedText, best_trees
-from jaxspec.training.heads import HeadsLoss, heads_loss, init_heads
+from jaxspec.training.heads import HeadsLoss, init_heads
 from jaxspec.training.teacher_forcing import labels_of, last_features, run_heads, target_parts
 from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
@@ -268,7 +268,7 @@ def reference_loss(config, params, batch):
 def test_the_loss_is_that_of_the_paper(kind):
     config, params = random_heads(kind)
     batch = pack_texts([[random_text(3, 6, seed=1), random_text(2, 5, seed=2)]], 18)
-    loss, metrics = heads_loss(config, params, TARGET, target_params(), batch)
+    loss, metrics = HeadsLoss(config, TARGET)(params, target_params(), batch)
     np.testing.assert_allclose(loss, reference_loss(config, params, batch), rtol=1e-4)
     assert set(metrics) == {"loss", "top1/0", "top1/1", "top1/2"}
 
@@ -295,7 +295,7 @@ def test_a_token_of_which_the_head_knows_nothing_leaves_gradients_finite():
     config, params = random_heads("clover", block=None, gate="cosine")
     target = {**target_params(), "head": jnp.zeros_like(target_params()["head"])}
     batch = pack_texts([[random_text(3, 6)]], 9)
-    loss_of = lambda params: heads_loss(config, params, TARGET, target, batch)[0]  # noqa: E731
+    loss_of = lambda params: HeadsLoss(config, TARGET)(params, target, batch)[0]  # noqa: E731
     for leaf in jax.tree.leaves(jax.grad(loss_of)(params)):
         assert jnp.all(jnp.isfinite(leaf))
 

@@ -47,7 +47,6 @@ def config(name, out, target, texts, **overrides):
         "sequence_length": 32,
         "learning_rate": 1e-2,
         "warmup_steps": 1,
-        "evaluate_every": 6,
         "checkpoint_every": 4,
     }
     if name == "heads":
@@ -150,14 +149,10 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
     ]
     cases += (
         [
-            (SettingError, "which has no layers", lambda: run(block="none", num_layers=2)),
-            (SettingError, "which has none", lambda: run(connection="mlp", gate="cosine")),
-            (
-                SettingError,
-                "connection was given for medusa",
-                lambda: run(kind="medusa", connection="mlp"),
-            ),
-            (SettingError, "own_heads was given for clover", lambda: run(own_heads=True)),
+            (SettingError, "leave one", lambda: run(parts={"block": None}, num_layers=2)),
+            (SettingError, "parts has own_heads; give", lambda: run(parts={"own_heads": True})),
+            (ModelError, "shares_head is False", lambda: run(parts={"shares_head": False})),
+            (ModelError, "num_layers is 2", lambda: run(kind="hydra", num_layers=2)),
             (ModelError, "None of the 60 texts", lambda: run(texts=written("b", num_output=1))),
         ]
         if name == "heads"
@@ -185,9 +180,9 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
 
 
 def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):
-    """With `clip_value`, interrupted in a decay; the first branch beside a run with it alone."""
+    """Interrupted in a decay; the second branch beside a run with it alone."""
     programs = []
-    settings = {"branches": BRANCHES, "kind": "hydra", "clip_value": 0.5}
+    settings = {"branches": BRANCHES, "kind": "hydra", "parts": {"shares_head": False}}
     grown = config("heads", tmp_path / "trunk", target, texts, **settings)
     with pytest.raises(Stopped):
         train(grown, on_step=stop_after(12))

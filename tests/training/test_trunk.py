@@ -89,12 +89,12 @@ def test_states_from_a_file_change_no_bit(tmp_path, corpora, teacher, grown):
     with pytest.raises(Stopped):
         lm.train_lm(config, on_step=stop_after(9))
     content = states.read_bytes()
-    assert len(content) == 8 * 128 * 16 * 4  # the branch's row is the trunk's next
+    assert len(content) == 8 * 128 * 32 * 4  # the branch's row is the trunk's next
     states.write_bytes(content[:-100])  # cut off in a crash
     lm.train_lm(dataclasses.replace(config, resume=True))
     assert are_equal(branch_leaves(config.out, 3072), branch_leaves(grown[0], 3072))
     assert states.read_bytes()[: len(content)] == content
-    wide = dataclasses.replace(config, out=tmp_path / "b", width=32)
+    wide = dataclasses.replace(config, out=tmp_path / "b", width=64)
     known = states.stat().st_mtime_ns
     lm.train_lm(wide)
     assert states.stat().st_mtime_ns == known, "a model of another size computed them again"
