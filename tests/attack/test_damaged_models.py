@@ -159,7 +159,7 @@ def attack_directories(saved: Path, directory: Path, seeds: range) -> outcomes.T
 
 
 def test_damaged_directories(saved, tmp_path, record_property):
-    attack_directories(saved, tmp_path, range(90)).finish(record_property)
+    attack_directories(saved, tmp_path, range(36)).finish(record_property)
 
 
 @pytest.mark.slow
@@ -201,7 +201,7 @@ def attack_cache(directory: Path, monkeypatch, seeds: range) -> outcomes.Tally:
 
 
 def test_damaged_cache_entries(tmp_path, monkeypatch, record_property):
-    attack_cache(tmp_path, monkeypatch, range(12)).finish(record_property)
+    attack_cache(tmp_path, monkeypatch, range(5)).finish(record_property)
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ NOT_RUN = {
 # Beginnings of lines that take hours in the sizes that they state, and options that are added to
 # run them here.
 LM = "--tokens 4096 --batch-tokens 512 --width 32 --feed-forward-width 64 --num-layers 1 "
-LM += "--vocab-size 300 --evaluate-tokens 512 --warmup-steps 2"
+LM += "--vocab-size 300 --warmup-steps 2"
 BRANCHES = "--branches 4096 8192 12288 --batch-tokens 512 --warmup-steps 2"
 STEPS = "--tokens 8192 --batch-tokens 1024 --warmup-steps 2"
 SHORTENED = {

@@ -34,6 +34,7 @@ from jaxspec.training.texts import Text
 from jaxspec.training.trainer import TrainState, train_step
 
 BLOCK = flex.BLOCK
+scored = jax.jit(score_blocks, static_argnums=0)
 
 
 @functools.cache
@@ -55,6 +56,7 @@ def packed(*texts, anchors, row_length=24):
     return BlockBatch(texts=batch, anchors=anchors, is_block=jnp.ones(anchors.shape, bool))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def loss_of(config, params, target_params, batch, uncalibrated=1.0):
     return FlexLoss(config)(params, target_params, FlexBatch(batch, jnp.float32(uncalibrated)))
 
@@ -71,7 +73,8 @@ def hidden_in_drafting(model, drafter, tokens):
     bound = drafter.for_target(model)
     window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
     read = jnp.asarray([tokens], jnp.int32)
-    _, cache = decoder.forward(model.config, model.params, read, window, model.init_cache(1, 32))
+    forward = jax.jit(decoder.forward, static_argnums=0)
+    _, cache = forward(model.config, model.params, read, window, model.init_cache(1, 32))
     params = {"own": bound.params, "target": model.params}
 
     @jax.jit
@@ -247,8 +250,8 @@ def test_logits_in_parts_are_the_same(monkeypatch):
         def loss(own):
             return loss_of(drafter.config, own, params, batch)[0]
 
-        scores = score_blocks(drafter.config, drafter.params, params, batch)
-        return scores, jax.jit(jax.grad(loss))(drafter.params)
+        jax.clear_caches()
+        return scored(drafter.config, drafter.params, params, batch), jax.grad(loss)(drafter.params)
 
     whole = made()
     num_logits = 2 * BLOCK * model.vocab_size  # of two blocks
@@ -269,7 +272,7 @@ def test_training_starts_from_the_targets_projectors_and_no_calibration():
         for name, leaf in own.items():
             np.testing.assert_array_equal(leaf, theirs[name])
     assert 0.01 < np.std(made["mask"]) < 0.04
-    scores = score_blocks(config, made, params, packed(random_text(2, 20), anchors=[2, 11]))
+    scores = scored(config, made, params, packed(random_text(2, 20), anchors=[2, 11]))
     np.testing.assert_array_equal(scores.loss[..., 1:], scores.calibrated_loss[..., 1:])
 
 
