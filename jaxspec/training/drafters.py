@@ -40,8 +40,6 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
       texts: the file that `jaxspec train texts` had this target write.
       held_out: a file of texts written with `--split held-out`, to measure on; without it, every
         twentieth of `texts` is held out.
-      tokens: total number of training tokens, including prompts.
-      sequence_length: tokens per row, which holds several texts; longer texts are cut.
       dtype: the dtype in which target and drafter are computed; parameters and optimizer are
         float32.
     """
@@ -51,8 +49,6 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
     target: str
     texts: pathlib.Path
     held_out: pathlib.Path | None = None
-    tokens: int = 1_000_000
-    sequence_length: int = 512
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     @abc.abstractmethod

@@ -63,6 +63,7 @@ class FlexTrainConfig(DrafterTrainConfig):
     `flex_config`.
 
     Attributes:
+      tokens: number of training tokens.
       layers: D, the number of last layers of the target that get draft projectors.
       block: K, the number of tokens of a block.
       rank: the rank of the calibrator.
@@ -71,6 +72,7 @@ class FlexTrainConfig(DrafterTrainConfig):
       new_learning_rate: the same for the mask and the calibrator.
     """
 
+    tokens: int = 1_000_000
     layers: int | None = None
     block: int = 16
     rank: int | None = None
@@ -84,6 +86,11 @@ class FlexTrainConfig(DrafterTrainConfig):
         check_between(
             "new_learning_rate", self.new_learning_rate, 0, LARGEST_RATE, excludes_least=True
         )
+        if self.has_branches:
+            raise SettingError(
+                f"tokens is {self.tokens}; FlexDraft's loss depends on where the run ends, so give "
+                "one number."
+            )
         if self.block < 2:
             raise SettingError(
                 f"block is {self.block}; its first token is the target's own, so it must be 2 or "
@@ -206,7 +213,7 @@ class FlexTask(DrafterTask):
 
     def batch(self, index: int, end: Branch | None) -> FlexBatch:
         """The texts and blocks of a step."""
-        assert end is not None, "the weight of the loss without calibration depends on the end"
+        assert end is not None, "a run without branches has no trunk"
         seed, (first, last) = self.settings.seed, _UNCALIBRATED
         rngs = [np.random.default_rng((seed, place, 1)) for place in self.places(index)]
         share = first + (last - first) * index / max(end.num_steps - 1, 1)

@@ -60,8 +60,6 @@ class HeadsTrainConfig(DrafterTrainConfig):
         block.
       parts: other fields of `HeadsConfig` that the heads have in place of the kind's own, such as
         `{"connection": "mlp"}`. Heads with `shares_head` false start as copies of the target's.
-      branches: several sets of heads from one run: the number of tokens of each, in increasing
-        order, instead of `tokens`; a finished run may be resumed with further ones.
     """
 
     FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts")  # compared as "drafter"
@@ -70,7 +68,6 @@ class HeadsTrainConfig(DrafterTrainConfig):
     num_heads: int | None = None
     num_layers: int | None = None
     parts: NoOption[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
-    branches: tuple[int, ...] = ()
 
     def __post_init__(self):
         super().__post_init__()
@@ -83,11 +80,6 @@ class HeadsTrainConfig(DrafterTrainConfig):
             )
         if self.num_layers is not None and "block" in self.parts:
             raise SettingError("num_layers and a block were given; leave one of them out.")
-
-    @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The branches, if the run has several ends."""
-        return self.branches
 
     def drafter_config(self, target: ModelConfig) -> HeadsConfig:
         """The heads that these settings describe."""

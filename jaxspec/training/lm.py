@@ -36,6 +36,7 @@ from jaxspec.training.trainer import (
     NoOption,
     OnStep,
     Task,
+    Tokens,
     TrainSettings,
     check_positive,
     make_optimizer,
@@ -73,8 +74,6 @@ class TrainConfig(TrainSettings):
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
-      branches: several models from one run: the number of tokens of each, in increasing order,
-        instead of `tokens`; a finished run may be resumed with further ones.
       max_length: the model's context.
       long_fraction: fraction of the tokens, the last ones, in rows as long as `max_length` and a
         step allow; at most the sixth over which the learning rate falls.
@@ -105,8 +104,7 @@ class TrainConfig(TrainSettings):
     corpora: pathlib.Path
     domains: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    branches: tuple[int, ...] = ()
-    tokens: int = 6_500_000
+    tokens: Tokens = 6_500_000
     sequence_length: int = 256
     max_length: int = 1024
     long_fraction: float = 0.12
@@ -137,11 +135,6 @@ class TrainConfig(TrainSettings):
             raise SettingError(
                 "teacher_states was given without a teacher; leave it out, or give one."
             )
-
-    @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The branches, if the run has several ends."""
-        return self.branches
 
     @property
     def long_rows(self) -> int:

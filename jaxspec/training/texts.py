@@ -35,7 +35,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_can_write, check_regular_file
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER
+from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
 from jaxspec.training import data
 from jaxspec.training.trainer import check_positive, json_object
 
@@ -90,7 +90,7 @@ class TextsConfig:
     seed: int = 0
 
     def __post_init__(self):
-        check_positive(self, "tokens", most=LARGEST_NUMBER)
+        check_between("tokens", self.tokens, 1, LARGEST_NUMBER)
         check_positive(self, "output_tokens", "batch_size")
         shortest, longest = self.prompt_tokens
         if not 1 <= shortest <= longest <= LARGEST_COUNT:

@@ -54,6 +54,7 @@ OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
 T = TypeVar("T")
 NoOption: TypeAlias = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 """A setting of the library that is no option of a command."""
+Tokens: TypeAlias = Annotated[int | tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]")]
 
 
 # Settings and tasks
@@ -65,7 +66,8 @@ class TrainSettings:
 
     Attributes:
       out: directory of the run, for checkpoints, log, result and what was trained.
-      tokens: total number of training tokens.
+      tokens: number of training tokens. Several, in increasing order, make a run with branches,
+        which exports what was trained after each; a finished one may be resumed with further ones.
       batch_tokens: tokens per step.
       sequence_length: tokens per row.
       learning_rate: the peak, reached after `warmup_steps`; the last sixth of the steps lowers it
@@ -76,18 +78,17 @@ class TrainSettings:
       checkpoint_every: steps between checkpoints, each followed by a measurement on held-out texts.
     """
 
-    # Settings that do not decide what is trained, so a run may be resumed with others. `tokens` and
-    # branches decide where it ends, which the trainer adds.
+    # Settings that do not decide what is trained, so a run may be resumed with others. `tokens`
+    # decide where it ends, which the trainer adds.
     FREE: ClassVar[tuple[str, ...]] = (
         "out",
         "tokens",
-        "branches",
         "resume",
         "checkpoint_every",
     )
 
     out: pathlib.Path
-    tokens: int = 1_000_000
+    tokens: Tokens = 1_000_000
     batch_tokens: int = 2048
     sequence_length: int = 512
     learning_rate: float = 1e-3
@@ -97,16 +98,15 @@ class TrainSettings:
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        check_positive(self, "tokens", most=LARGEST_NUMBER)
         check_positive(self, "batch_tokens", "sequence_length", "checkpoint_every")
         check_between("learning_rate", self.learning_rate, 0, LARGEST_RATE, excludes_least=True)
         check_between("seed", self.seed, 0, LARGEST_NUMBER)
         self.ends()  # raises now, before a model or a text is read
 
     @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The token counts of a run with several ends; none for a run with one end."""
-        return ()
+    def has_branches(self) -> bool:
+        """Whether the run has branches."""
+        return isinstance(self.tokens, tuple)
 
     @property
     def num_rows(self) -> int:
@@ -121,14 +121,14 @@ class TrainSettings:
     def ends(self) -> list[Branch]:
         """Where the run ends, in steps."""
         return plan_branches(
-            self.branch_tokens or (self.tokens,),
+            self.tokens if isinstance(self.tokens, tuple) else (self.tokens,),
             step_tokens=self.step_tokens,
             warmup_steps=self.warmup_steps,
         )
 
     def directory(self, end: Branch) -> pathlib.Path:
         """The directory that what ends there is written to."""
-        return branch_directory(self.out, end.tokens) if self.branch_tokens else self.out
+        return branch_directory(self.out, end.tokens) if self.has_branches else self.out
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what is trained, as JSON values."""
@@ -220,7 +220,7 @@ def train(make_task: type[Task], settings: Any, *, on_step: OnStep | None = None
                 )
         start_s = time.perf_counter()
         run = _Run(make_task(settings), on_step)
-        result = run.grow() if settings.branch_tokens else run.finish(settings.ends()[0])
+        result = run.grow() if settings.has_branches else run.finish(settings.ends()[0])
         result["wall_s"] = time.perf_counter() - start_s
         write_result(settings.out, result)
         return result
@@ -421,14 +421,14 @@ def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
     return out / "branches" / str(tokens)
 
 
-def check_positive(settings: Any, *names: str, most: int = LARGEST_COUNT) -> None:
-    """Raises `SettingError` unless these settings are whole numbers from 1 to `most`, or None."""
+def check_positive(settings: Any, *names: str) -> None:
+    """Raises `SettingError` unless these settings are whole numbers of at least 1, or None."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= 1:
             raise SettingError(f"{name} is {value}; it must be a positive number.")
         if value is not None:
-            check_between(name, value, 1, most)
+            check_between(name, value, 1, LARGEST_COUNT)
 
 
 def check_out(out: pathlib.Path, *, resume: bool) -> None:

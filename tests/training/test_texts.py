@@ -193,7 +193,7 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
     tiny.save(tmp_path, "bare")
     (tmp_path / "notes.txt").write_text("irreplaceable\n")
     cases = [
-        (SettingError, "positive", lambda: write(tokens=0)),
+        (SettingError, "tokens 0 was given", lambda: write(tokens=0)),
         (SettingError, "prompt_tokens is 4 2; give", lambda: write(prompt_tokens=(4, 2))),
         (SettingError, "seed is -1", lambda: write(seed=-1)),
         (SettingError, "temperature -1", lambda: write(temperature=-1)),

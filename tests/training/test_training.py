@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny as tiny_models
+from training.test_trainer import Stopped, stop_after
 
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
@@ -90,6 +91,10 @@ def leaves_of(run):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(run.params)]
 
 
+def are_equal(some, others):
+    return all((a == b).all() for a, b in zip(some, others, strict=True))
+
+
 def test_loss_falls_from_uniform_on_every_domain(trained):
     _, result, losses = trained
     uniform = math.log(300)
@@ -102,22 +107,14 @@ def test_loss_falls_from_uniform_on_every_domain(trained):
 
 
 def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, corpora, trained):
-    class InterruptedError(Exception):
-        pass
-
-    def interrupt(step, _):
-        if step == 8:  # after the checkpoint of step 5, so steps 6 to 8 are done again
-            raise InterruptedError
-
     config = tiny(tmp_path / "part", corpora)
-    with pytest.raises(InterruptedError):
-        lm.train_lm(config, on_step=interrupt)
+    with pytest.raises(Stopped):  # after the checkpoint of step 5, so steps 6 to 8 are done again
+        lm.train_lm(config, on_step=stop_after(8))
     steps = []
     resumed = dataclasses.replace(config, resume=True)
     lm.train_lm(resumed, on_step=lambda step, _: steps.append(step))
     assert steps == list(range(6, 25))
-    whole, part = leaves_of(lm.load_run(trained[0])), leaves_of(lm.load_run(config.out))
-    assert all((a == b).all() for a, b in zip(whole, part, strict=True))
+    assert are_equal(leaves_of(lm.load_run(trained[0])), leaves_of(lm.load_run(config.out)))
 
 
 def test_bit_equality_notices_one_other_row(trained):
@@ -330,6 +327,8 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
     def train(**overrides):
         lm.train_lm(tiny(overrides.pop("out", tmp_path / "out"), corpora, **overrides))
 
+    run = lm.load_run(trained[0])
+    others = (run.config, run.params), (dataclasses.replace(run.config, vocab_size=10), run.params)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "model").mkdir()
@@ -354,6 +353,12 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
             lambda: train(out=trained[0], resume=True, exclude=("tale",), domains=("sums",)),
         ),
         (ModelError, "neither a converted directory", lambda: train(teacher=str(tmp_path))),
+        (
+            ModelError,
+            "share a tokenizer",
+            lambda: measure_acceptance(*others, np.zeros((1, 5), np.uint32), 0),
+        ),
+        (SettingError, "multiple of the number of heads", lambda: train(num_query_heads=3)),
     ]
     for error, words, mistake in cases:
         with pytest.raises(error, match=words) as caught:
@@ -391,18 +396,6 @@ def test_a_disk_that_is_full_is_told(tmp_path, corpora):
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def test_tokens_that_no_disk_takes_leave_no_file(tmp_path):
-    tokenizer = data.train_tokenizer(["some words"], 300)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
-    try:
-        with pytest.raises(OSError, match="File too large"):
-            data.write_tokens(tmp_path / "t", ["some words"], tokenizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list(tmp_path.iterdir())
-
-
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
     """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
     exported = lm.load_teacher(str(trained[0] / "model"))
@@ -425,9 +418,94 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
         lm.load_teacher(str(tmp_path / "no-tokenizer"))
 
 
-def test_models_of_different_vocabularies_are_not_compared(trained):
-    run = lm.load_run(trained[0])
-    small = dataclasses.replace(run.config, vocab_size=10)
-    pair = (run.config, run.params), (small, run.params)
-    with pytest.raises(ModelError, match="share a tokenizer"):
-        measure_acceptance(*pair, np.zeros((1, 5), np.uint32), 0)
+# Trunk and branches: one run for many token counts
+
+BRANCHES = (768, 1536, 3072)  # 6, 12 and 24 steps of 128 tokens, 1, 2 and 4 of them decay
+
+
+def tiny_trunk(out, corpora, **overrides):
+    settings = {"tokens": BRANCHES, "long_fraction": 0.0}
+    return tiny(out, corpora, **(settings | overrides))
+
+
+def branch_leaves(out, tokens):
+    return leaves_of(lm.load_run(out / "branches" / str(tokens)))
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory, corpora, trained):
+    """A trunk distilled from `trained` with all branches: its directory and its result."""
+    out = tmp_path_factory.mktemp("run") / "trunk"
+    return out, lm.train_lm(tiny_trunk(out, corpora, teacher=str(trained[0]), seed=1))
+
+
+def test_branches_are_finished_models(grown):
+    out, result = grown
+    assert list(result["branches"]) == ["768", "1536", "3072"]
+    for tokens, steps in zip(BRANCHES, (6, 12, 24), strict=True):
+        own = result["branches"][str(tokens)]
+        assert (own["tokens"], own["steps"]) == (tokens, steps)
+        assert own == json.loads((out / "branches" / str(tokens) / "result.json").read_text())
+        model = lm.load_teacher(own["model"])  # what was exported is what was trained
+        assert model.config == lm.load_run(out / "branches" / str(tokens)).config
+    losses = [np.mean(list(own["held_out_loss"].values())) for own in result["branches"].values()]
+    overlaps = [own["acceptance"]["tales"]["sampled"] for own in result["branches"].values()]
+    assert losses[0] > losses[1] > losses[2]
+    assert overlaps[0] < overlaps[2]
+    # The trunk's 20 steps, and the decays'.
+    assert result["steps"] == 20 + 1 + 2 + 4
+    assert result["tokens"] == 27 * 128
+
+
+def test_a_branch_is_bit_equal_to_a_run_with_this_branch_alone(tmp_path, corpora, trained, grown):
+    alone = tiny_trunk(tmp_path / "alone", corpora, teacher=str(trained[0]), seed=1, tokens=(1536,))
+    lm.train_lm(alone)
+    assert are_equal(branch_leaves(alone.out, 1536), branch_leaves(grown[0], 1536))
+    # Sabotage: another order of rows is noticed.
+    other = dataclasses.replace(alone, out=tmp_path / "other", domains=("tales", "sums"))
+    lm.train_lm(other)
+    assert not are_equal(branch_leaves(other.out, 1536), branch_leaves(grown[0], 1536))
+
+
+def test_states_from_a_file_change_no_bit(tmp_path, corpora, trained, grown):
+    states = tmp_path / "states" / "seed1.f32"
+    with pytest.raises(SettingError, match="without a teacher"):
+        tiny_trunk(tmp_path / "a", corpora, teacher_states=states)
+    settings = {"teacher": str(trained[0]), "seed": 1, "teacher_states": states}
+    config = tiny_trunk(tmp_path / "a", corpora, **settings)
+    with pytest.raises(Stopped):
+        lm.train_lm(config, on_step=stop_after(9))
+    content = states.read_bytes()
+    assert len(content) == 8 * 128 * 32 * 4  # the branch's row is the trunk's next
+    states.write_bytes(content[:-100])  # cut off in a crash
+    lm.train_lm(dataclasses.replace(config, resume=True))
+    assert are_equal(branch_leaves(config.out, 3072), branch_leaves(grown[0], 3072))
+    assert states.read_bytes()[: len(content)] == content
+    wide = dataclasses.replace(config, out=tmp_path / "b", width=64)
+    known = states.stat().st_mtime_ns
+    lm.train_lm(wide)
+    assert states.stat().st_mtime_ns == known, "a model of another size computed them again"
+    with pytest.raises(CheckpointError, match="hidden states of another teacher or of other rows"):
+        lm.train_lm(dataclasses.replace(wide, out=tmp_path / "c", seed=2))
+    # Sabotage: states that are not the teacher's are noticed.
+    other = np.frombuffer(states.read_bytes(), np.float32) * np.float32(1.01)
+    states.write_bytes(other.tobytes())
+    again = dataclasses.replace(config, out=tmp_path / "d")
+    lm.train_lm(again)
+    assert not are_equal(branch_leaves(again.out, 3072), branch_leaves(grown[0], 3072))
+
+
+def test_rows_of_a_plan_do_not_depend_on_its_end():
+    settings = {"num_rows": 3, "length": 8}
+    long = data.plan_rows((100, 300), (1.0, 2.0), num_steps=60, seed=(4,), **settings)
+    short = data.plan_rows((100, 300), (1.0, 2.0), num_steps=25, seed=(4,), **settings)
+    other = data.plan_rows((100, 300), (1.0, 2.0), num_steps=25, seed=(5,), **settings)
+    assert (long.stream[:25] == short.stream).all()
+    assert (long.start[:25] == short.start).all()
+    assert (other.start != short.start).any()
+
+
+def test_the_step_is_compiled_once_for_trunk_and_branches(tmp_path, corpora):
+    jax.clear_caches()
+    lm.train_lm(tiny_trunk(tmp_path / "out", corpora))
+    assert trainer.train_step._cache_size() == 1

@@ -36,7 +36,7 @@ class Drafters:
     def trained(self, shape: Shape, seed: int, tokens: int) -> dict[str, Any]:
         """The result of a branch. If it is not there yet, all branches of its trunk are trained."""
         config = self.settings.train_config(shape, seed)
-        this = dataclasses.replace(config, branches=(tokens,))
+        this = dataclasses.replace(config, tokens=(tokens,))
         found = finished_branches(this) or lm.train_lm(config)["branches"]
         return found[str(tokens)]
 

@@ -165,7 +165,7 @@ class ScalingSettings(Bench):
             corpora=self.corpora or self.out,
             domains=self.training_domains(),
             exclude=self.exclude,
-            branches=self.tokens_of(shape, seed),
+            tokens=self.tokens_of(shape, seed),
             batch_tokens=self.batch_tokens,
             sequence_length=self.sequence_length,
             max_length=max(1024, self.sequence_length),
