@@ -157,13 +157,13 @@ def write_tokens(
     Raises:
       SettingError: the file cannot be written; no part of it is left.
     """
-    end, content = end_of_text_id(tokenizer), bytearray()
+    end, parts = end_of_text_id(tokenizer), []
     for text in texts:
         # No merge crosses a cut, so the pieces have the tokens of the whole.
-        for encoding in tokenizer.encode_batch(list(_pieces(text))):
-            content += np.array(encoding.ids, np.uint32).tobytes()
-        content += np.uint32(end).tobytes()
-    write_atomically(path, content)
+        encodings = tokenizer.encode_batch(list(_pieces(text)))
+        ids = itertools.chain(*(encoding.ids for encoding in encodings), [end])
+        parts.append(np.fromiter(ids, np.uint32).tobytes())
+    write_atomically(path, b"".join(parts))
     return map_tokens(path)
 
 

@@ -104,11 +104,6 @@ class DrafterTask(Task):
         """Whether it holds a drafter of the same kind."""
         return kind_of(product) == cls.PRODUCT
 
-    @property
-    def needs(self) -> str:
-        """What a text needs to be trained on, for messages."""
-        return "a token after its prompt that could be drafted"
-
     def is_usable(self, text: Text) -> bool:
         """Whether a text can be trained on: a token of its output could be drafted, as two come
         before it, within a row."""
@@ -175,8 +170,9 @@ class DrafterTask(Task):
             kept = [text for text in read.texts if self.is_usable(text)]
             if not kept:
                 raise ModelError(
-                    f"None of the {len(read.texts)} texts in {path} has {self.needs}, within "
-                    f"sequence_length {settings.sequence_length}; write longer texts, or raise it."
+                    f"None of the {len(read.texts)} texts in {path} has enough tokens after its "
+                    f"prompt within sequence_length {settings.sequence_length}; write longer texts, "
+                    "or raise it."
                 )
             return read.header, kept, len(read.texts) - len(kept)
 

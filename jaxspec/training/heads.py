@@ -214,12 +214,6 @@ class HeadsTask(DrafterTask):
         self.loss = HeadsLoss(self.config, self.target.config)
         self.optimizer = make_optimizer()
 
-    @property
-    def needs(self) -> str:
-        """Enough tokens for every head."""
-        number = self.config.num_heads
-        return f"the {number} tokens after its prompt that {number} heads are trained on"
-
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
         beginning, within a row."""

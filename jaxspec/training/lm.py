@@ -57,9 +57,6 @@ __all__ = [
 ]
 
 _WEIGHT_DECAY = 0.1
-# Weight in the distillation loss of 1 - sum(min(p, q)), which is one minus the acceptance rate; the
-# rest is KL(p || q).
-_TOTAL_VARIATION_WEIGHT = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,9 +140,9 @@ class TrainConfig(TrainSettings):
         most = min(self.num_rows, self.max_length // self.sequence_length)
         return max(times for times in range(1, most + 1) if self.num_rows % times == 0)
 
-    def num_long_steps(self, end: Branch | None) -> int:
+    def num_long_steps(self, end: Branch) -> int:
         """How many of the last steps before an end have long rows."""
-        return 0 if end is None else round(self.long_fraction * end.num_steps)
+        return round(self.long_fraction * end.num_steps)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The Qwen3 architecture that these settings describe."""
@@ -212,32 +209,26 @@ class LmLoss:
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
         theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
-        loss, acceptance = distillation_loss(
-            logits, theirs, rows.weights, total_variation_weight=_TOTAL_VARIATION_WEIGHT
-        )
+        loss, acceptance = distillation_loss(logits, theirs, rows.weights)
         return loss, {"loss": loss, "acceptance": acceptance}
 
 
 def distillation_loss(
-    logits: jax.Array,
-    teacher_logits: jax.Array,
-    weights: jax.Array,
-    *,
-    total_variation_weight: float,
+    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
     `[B, T]`.
 
-    The loss mixes KL(p || q) with the total variation distance, which is one minus the acceptance
-    rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec, 2310.08461).
+    The loss is half KL(p || q) and half the total variation distance, which is one minus the
+    acceptance rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec,
+    2310.08461).
     """
     log_p = jax.nn.log_softmax(teacher_logits)
     log_q = jax.nn.log_softmax(logits)
     p = jnp.exp(log_p)
     divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
     acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
-    share = total_variation_weight
-    return (1 - share) * divergence + share * (1 - acceptance), acceptance
+    return (divergence + 1 - acceptance) / 2, acceptance
 
 
 def held_out_loss(

@@ -17,8 +17,14 @@ from jaxspec.drafters.heads.formulas import anchor, apply_head, head_logits
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, forward_features
 from jaxspec.models.prefill import chain_window
-from jaxspec.training import head_accuracy, teacher_forcing
-from jaxspec.training.head_accuracy import RankedText, best_trees
+from jaxspec.training import teacher_forcing
+from jaxspec.training.head_accuracy import (
+    RankedText,
+    accuracy_of,
+    best_trees,
+    rank_of,
+    rank_texts,
+)
 from jaxspec.training.heads import HeadsLoss, init_heads
 from jaxspec.training.teacher_forcing import labels_of, last_features, run_heads, target_parts
 from jaxspec.training.text_rows import fill_rows, pack_texts
@@ -308,16 +314,15 @@ def test_ranks_are_those_of_top_k():
     for row in range(2):
         _, order = jax.lax.top_k(logits[row], 4)
         labels = jnp.asarray(order, jnp.int32)
-        ranks = head_accuracy.rank_of(jnp.broadcast_to(logits[row], (4, 4)), labels)
+        ranks = rank_of(jnp.broadcast_to(logits[row], (4, 4)), labels)
         assert ranks.tolist() == [0, 1, 2, 3]
 
 
 def test_accuracy_is_counted_label_by_label():
     config, params = random_heads("hydra", num_heads=2)
     texts = [random_text(3, 6, seed=1), random_text(2, 5, seed=2)._replace(domain="sums")]
-    found = head_accuracy.measure_head_accuracy(
-        config, params, (TARGET, target_params()), texts, row_length=12
-    )
+    ranked = rank_texts(config, params, (TARGET, target_params()), texts, row_length=12)
+    found = accuracy_of(ranked)
     assert set(found) == {"all", "tales", "sums"}
     by_hand = {0: [], 1: []}
     for each in texts:
@@ -346,7 +351,7 @@ def test_acceptance_is_counted_where_rounds_begin():
     ranks = np.array(
         [[9, 9], [0, 0], [5, 5], [5, 5], [0, 1], [5, 5], [2, 0], [5, 5], [5, 5], [5, 5]]
     )
-    found = head_accuracy.accuracy_of([RankedText("tales", 3, ranks)])["all"]
+    found = accuracy_of([RankedText("tales", 3, ranks)])["all"]
     assert found.num_tokens == [7, 7]
     assert found.acceptance[0][:3] == pytest.approx([2 / 4, 0, 1 / 4])
     assert found.acceptance[1][:3] == pytest.approx([2 / 3, 1 / 3, 0])
@@ -367,7 +372,6 @@ def test_the_best_tree_is_found_and_its_rounds_are_counted():
 def test_logits_that_are_no_numbers_are_not_counted_as_right():
     config, params = random_heads("medusa", num_heads=1)
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params)
-    found = head_accuracy.measure_head_accuracy(
-        config, broken, (TARGET, target_params()), [random_text(3, 30)], row_length=33
-    )
-    assert found["all"].top1[0] < 0.5
+    pair = TARGET, target_params()
+    ranked = rank_texts(config, broken, pair, [random_text(3, 30)], row_length=33)
+    assert accuracy_of(ranked)["all"].top1[0] < 0.5

@@ -158,7 +158,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
             (ModelError, "num_deep_layers is 9", lambda: run(layers=9)),
             (
                 ModelError,
-                "None of the 60 texts in .* has a token",
+                "None of the 60 texts in .* has enough tokens",
                 lambda: run(texts=written("b", num_output=0)),
             ),
             (
