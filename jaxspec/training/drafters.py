@@ -171,8 +171,8 @@ class DrafterTask(Task):
             if not kept:
                 raise ModelError(
                     f"None of the {len(read.texts)} texts in {path} has enough tokens after its "
-                    f"prompt within sequence_length {settings.sequence_length}; write longer texts, "
-                    "or raise it."
+                    f"prompt within sequence_length {settings.sequence_length}; write longer "
+                    "texts, or raise it."
                 )
             return read.header, kept, len(read.texts) - len(kept)
 
