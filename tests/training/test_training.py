@@ -20,8 +20,7 @@ from jaxspec.models import decoder
 from jaxspec.training import checkpoints, data, export, lm, trainer
 from jaxspec.training.acceptance import measure_acceptance
 
-pytestmark = pytest.mark.as_shipped
-
+logits_of = jax.jit(decoder.training_logits, static_argnums=0)
 # What version 0.1.0 wrote of a run, with `tiny`'s settings but smaller, and its parameters' CRC-32.
 OLD_RUN = pathlib.Path(__file__).parents[1] / "golden" / "old_run"
 OLD_CHECKSUM = 1931387633
@@ -160,7 +159,7 @@ def test_a_packed_document_does_not_see_its_neighbour(trained):
 
     def logits(tokens, end_of_text):
         batch = data.pack(np.array([[*tokens, 1]], np.uint32), end_of_text)
-        return decoder.training_logits(run.config, run.params, batch.inputs, batch.segments)[0, 4:]
+        return logits_of(run.config, run.params, batch.inputs, batch.segments)[0, 4:]
 
     first, other = [20, 21, 22, 0, 30, 31, 32], [40, 41, 42, 0, 30, 31, 32]
     np.testing.assert_allclose(logits(first, 0), logits(other, 0), atol=1e-6)
@@ -305,7 +304,7 @@ def test_exported_model_has_our_logits(tmp_path, trained):
     transformers = pytest.importorskip("transformers")
     run = lm.load_run(trained[0])
     tokens = np.array([[11, 42, 7, 99, 120, 250, 3, 64]])
-    ours = decoder.training_logits(
+    ours = logits_of(
         run.config, run.params, jnp.asarray(tokens), jnp.zeros(tokens.shape, jnp.int32)
     )
 
