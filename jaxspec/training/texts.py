@@ -36,6 +36,7 @@ from jaxspec.runtime.directories import check_can_write, check_regular_file
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
+from jaxspec.runtime.values import refusal
 from jaxspec.training import data
 from jaxspec.training.trainer import check_positive, json_object
 
@@ -92,12 +93,9 @@ class TextsConfig:
     def __post_init__(self):
         check_between("tokens", self.tokens, 1, LARGEST_NUMBER)
         check_positive(self, "output_tokens", "batch_size")
-        shortest, longest = self.prompt_tokens
-        if not 1 <= shortest <= longest <= LARGEST_COUNT:
-            raise SettingError(
-                f"prompt_tokens is {shortest} {longest}; give the shortest length, at least 1, and "
-                "then the longest."
-            )
+        lengths = self.prompt_tokens
+        if len(lengths) != 2 or not 1 <= lengths[0] <= lengths[1] <= LARGEST_COUNT:
+            raise refusal("prompt_tokens", lengths, "the least number, at least 1, and the most")
         if not 0 <= self.seed < 2**31:
             raise SettingError(f"seed is {self.seed}; it must lie in [0, 2**31).")
         SamplingParams(temperature=self.temperature)  # raises now, before a file is begun

@@ -194,7 +194,7 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
     (tmp_path / "notes.txt").write_text("irreplaceable\n")
     cases = [
         (SettingError, "tokens 0 was given", lambda: write(tokens=0)),
-        (SettingError, "prompt_tokens is 4 2; give", lambda: write(prompt_tokens=(4, 2))),
+        (SettingError, "prompt_tokens .4, 2. was given", lambda: write(prompt_tokens=(4, 2))),
         (SettingError, "seed is -1", lambda: write(seed=-1)),
         (SettingError, "temperature -1", lambda: write(temperature=-1)),
         (SettingError, "in both splits", lambda: beginnings_of_both()),
