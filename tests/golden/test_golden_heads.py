@@ -3,9 +3,11 @@ of Medusa and Clover-2, and vLLM's Medusa; see `make_medusa`, `make_clover2` and
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -104,35 +106,37 @@ def test_heads_compute_what_vllm_does(tmp_path, form):
     assert largest_difference(heads, arrays) > 100 * TOLERANCE
 
 
-def difference_of_clover2(directory: Path, arrays: dict[str, np.ndarray]) -> float:
-    """The largest difference at every position that a head has a token for."""
-    target = toy.model(family="llama", has_qk_norm=False, norm_epsilon=1e-5)
-    heads = loaded(directory, "model.safetensors", arrays, make_clover2.FIELDS, target)
-    config, params = heads.config, heads.params
-    head = jnp.asarray(arrays["tensor/lm_head.weight"].astype(np.float32))
+@functools.partial(jax.jit, static_argnums=0)
+def clover2_logits(config, params, head, hidden, tokens):
+    """Of every head, at every position that it has a token for."""
     parts = TargetParts(
         lambda _: pytest.fail("Clover-2 reads hidden states before the final norm"),
         lambda hidden: hidden @ head.T,
         lambda tokens: head[tokens],
     )
-    assert config.num_heads == len(arrays["logits"]) == make_clover2.NUM_HEADS
-    tokens, num_tokens = jnp.asarray(arrays["tokens"], jnp.int32), make_clover2.NUM_TOKENS
-    hidden = formulas.anchor(
-        config,
-        params,
-        parts,
-        jnp.asarray(arrays["hidden"])[None],
-        tokens[None],
-        lambda x: run_training_block(config, params, x, jnp.ones((1, num_tokens), jnp.int32)),
-    )[0]
-    differences = []
-    for index, expected in enumerate(arrays["logits"]):
-        length = num_tokens - index
+    segments = jnp.ones((1, len(tokens)), jnp.int32)
+    block = functools.partial(run_training_block, config, params, segments=segments)
+    [hidden] = formulas.anchor(config, params, parts, hidden[None], tokens[None], block)
+    made = []
+    for index in range(config.num_heads):
+        length = len(tokens) - index
         known = jnp.stack([tokens[k : k + length] for k in range(index + 1)], axis=-1)
         settings = config, params, parts, index
         hidden, output = formulas.apply_head(*settings, hidden[:length], known)
-        found = formulas.head_logits(*settings, output)
-        differences.append(np.abs(found - expected[:length]).max())
+        made.append(formulas.head_logits(*settings, output))
+    return made
+
+
+def difference_of_clover2(directory: Path, arrays: dict[str, np.ndarray]) -> float:
+    """The largest between our logits of the stored hidden states and theirs."""
+    target = toy.model(family="llama", has_qk_norm=False, norm_epsilon=1e-5)
+    heads = loaded(directory, "model.safetensors", arrays, make_clover2.FIELDS, target)
+    head = jnp.asarray(arrays["tensor/lm_head.weight"].astype(np.float32))
+    tokens = jnp.asarray(arrays["tokens"], jnp.int32)
+    made = clover2_logits(heads.config, heads.params, head, jnp.asarray(arrays["hidden"]), tokens)
+    assert len(made) == len(arrays["logits"]) == make_clover2.NUM_HEADS
+    expected = [each[: len(own)] for own, each in zip(made, arrays["logits"], strict=True)]
+    differences = [np.abs(own - each).max() for own, each in zip(made, expected, strict=True)]
     return float(max(differences))
 
 
