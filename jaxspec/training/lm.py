@@ -28,8 +28,7 @@ from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import checkpoints, data, export
-from jaxspec.training.acceptance import measure_acceptance
-from jaxspec.training.lm_runs import TOKENIZER, Run, load_run, load_teacher, read_tokenizer
+from jaxspec.training.lm_runs import TOKENIZER, load_teacher, read_tokenizer
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
 from jaxspec.training.trainer import (
@@ -44,17 +43,6 @@ from jaxspec.training.trainer import (
     weighted_mean,
 )
 from jaxspec.types import PyTree
-
-__all__ = [
-    "LmTask",
-    "Run",
-    "TrainConfig",
-    "distillation_loss",
-    "held_out_loss",
-    "load_run",
-    "load_teacher",
-    "train_lm",
-]
 
 _WEIGHT_DECAY = 0.1
 
@@ -173,8 +161,7 @@ def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str,
     """Trains a model as `config` says and writes it to `config.out / "model"`.
 
     See `trainer.train`. A result also has `held_out_loss` per domain (nats per token), `model` (the
-    Hugging Face directory) and, with a teacher, `acceptance` per domain, the fields of
-    `TextAcceptance`.
+    Hugging Face directory) and, with a teacher, `acceptance` per domain, see `measure_acceptance`.
     """
     return train(LmTask, config, on_step=on_step)
 
@@ -240,11 +227,50 @@ def held_out_loss(
     return loss / weight if weight else math.nan
 
 
+def measure_acceptance(
+    target: tuple[ModelConfig, PyTree],
+    draft: tuple[ModelConfig, PyTree],
+    windows: np.ndarray,
+    end_of_text: int,
+) -> dict[str, float]:
+    """How well a draft model matches a target with the same vocabulary, per predicted token of
+    held-out text.
+
+    The context of each position is the text itself, not what the target would have written, so the
+    rates differ somewhat from those of a decode.
+
+    Args:
+      target: configuration and parameters.
+      draft: likewise.
+      windows: `[num_rows, T + 1]` tokens.
+      end_of_text: id of the token that separates documents.
+
+    Returns:
+      `sampled`, the mean of sum(min(p, q)) at temperature 1, which is the probability that
+      rejection sampling accepts a drafted token (2211.17192, corollary 3.6); `greedy`, the fraction
+      of positions where both have the same most likely token; and `num_tokens`.
+    """
+    sums = functools.partial(_ACCEPTANCE_SUMS, target[0], draft[0], target[1], draft[1])
+    sampled, greedy, num_tokens = data.add_up(sums, windows, end_of_text, 3)
+    count = max(num_tokens, 1.0)
+    return {"sampled": sampled / count, "greedy": greedy / count, "num_tokens": int(num_tokens)}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
     logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _acceptance_sums(target_config, draft_config, target_params, draft_params, batch):
+    target = decoder.training_logits(target_config, target_params, batch.inputs, batch.segments)
+    draft = decoder.training_logits(draft_config, draft_params, batch.inputs, batch.segments)
+    kept = jnp.sum(jnp.minimum(jax.nn.softmax(target), jax.nn.softmax(draft)), axis=-1)
+    agrees = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
+    weights = batch.weights
+    return jnp.sum(kept * weights), jnp.sum(jnp.where(agrees, weights, 0.0)), jnp.sum(weights)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -255,6 +281,7 @@ def _last_hidden(teacher: ModelConfig, params: PyTree, batch: data.Batch) -> jax
 
 
 _LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
+_ACCEPTANCE_SUMS = Program(_acceptance_sums, "the measuring of acceptance", shapes_vary=True)
 _LAST_HIDDEN = Program(_last_hidden, "the teacher's hidden states", shapes_vary=True)
 
 
@@ -339,7 +366,7 @@ class LmTask(Task):
         if self._teacher is not None:
             pair = (self._teacher.config, self._teacher.params), (self._model, params)
             figures["acceptance"] = {
-                name: dataclasses.asdict(measure_acceptance(*pair, windows, self._end_of_text))
+                name: measure_acceptance(*pair, windows, self._end_of_text)
                 for name, windows in self._windows(length)
             }
         write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())

@@ -18,9 +18,10 @@ from collections.abc import Callable, Sequence
 import hf_checkpoints
 import pytest
 from attack.outcomes import Outcome, Tally, of_status
+from attack.test_writers import TRAIN_OPTIONS
 
 from jaxspec.checkpoint.format import load_converted
-from jaxspec.training.lm import load_run
+from jaxspec.training.lm_runs import load_run
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 LIMIT_S = 120  # a command that takes longer after a signal hangs
@@ -118,10 +119,7 @@ def commands(tmp_path_factory) -> dict[str, Command]:
         "train": Command(
             lambda place: [
                 "train", "lm", "--corpora", root / "corpora", "--out", place / "run",
-                "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64,
-                "--max-length", 128, "--vocab-size", 300, "--width", 16,
-                "--feed-forward-width", 16, "--num-layers", 1, "--num-query-heads", 2,
-                "--num-kv-heads", 1, "--checkpoint-every", 1, "--warmup-steps", 2,
+                *TRAIN_OPTIONS,
             ],
             run_problem,
         ),

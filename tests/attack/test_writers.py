@@ -22,10 +22,16 @@ from attack import outcomes
 from jaxspec.cli import main
 from jaxspec.load.models import load_model
 from jaxspec.training.checkpoints import latest_step
-from jaxspec.training.lm import load_run
+from jaxspec.training.lm_runs import load_run
 
 ROOT = Path(__file__).parents[2]
 PROMPTS = [[5, 80, 7], [9, 9, 9, 30], [200, 3], [44], [17, 18], [250, 2, 2], [33, 34], [100]]
+# Of a run of 24 steps, each with a checkpoint.
+TRAIN_OPTIONS = (
+    "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64, "--max-length", 128,
+    "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
+    "--num-query-heads", 2, "--num-kv-heads", 1, "--checkpoint-every", 1, "--warmup-steps", 2,
+)  # fmt: skip
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 40] * 24
 
 
@@ -62,13 +68,7 @@ class Place:
         texts = self.inputs / "corpora" / "words"
         texts.mkdir(parents=True, exist_ok=True)
         (texts / "texts.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in TEXTS))
-        return (
-            "train", "lm", "--corpora", self.inputs / "corpora", "--out", self.output,
-            "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64, "--max-length", 128,
-            "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
-            "--num-query-heads", 2, "--num-kv-heads", 1, "--checkpoint-every", 1,
-            "--warmup-steps", 2,
-        )  # fmt: skip
+        return "train", "lm", "--corpora", texts.parent, "--out", self.output, *TRAIN_OPTIONS
 
     def command(self) -> list[str]:
         """The program's command line, now: a run of `train` is resumed where there is one."""

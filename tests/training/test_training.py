@@ -18,7 +18,8 @@ from training.test_trainer import Stopped, stop_after
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.training import checkpoints, data, export, lm, trainer
-from jaxspec.training.acceptance import measure_acceptance
+from jaxspec.training.lm import measure_acceptance
+from jaxspec.training.lm_runs import load_run, load_teacher
 
 logits_of = jax.jit(decoder.training_logits, static_argnums=0)
 # What version 0.1.0 wrote of a run, with `tiny`'s settings but smaller, and its parameters' CRC-32.
@@ -113,12 +114,12 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, corpora, traine
     resumed = dataclasses.replace(config, resume=True)
     lm.train_lm(resumed, on_step=lambda step, _: steps.append(step))
     assert steps == list(range(6, 25))
-    assert are_equal(leaves_of(lm.load_run(trained[0])), leaves_of(lm.load_run(config.out)))
+    assert are_equal(leaves_of(load_run(trained[0])), leaves_of(load_run(config.out)))
 
 
 def test_bit_equality_notices_one_other_row(trained):
     """Sabotage: a row that is cut one token further along changes the parameters."""
-    run, optimizer = lm.load_run(trained[0]), trainer.make_optimizer()
+    run, optimizer = load_run(trained[0]), trainer.make_optimizer()
     how = {"loss": lm.LmLoss(run.config, None), "optimizer": optimizer}
 
     def after(windows):
@@ -155,7 +156,7 @@ def test_packing_separates_documents():
 
 
 def test_a_packed_document_does_not_see_its_neighbour(trained):
-    run = lm.load_run(trained[0])
+    run = load_run(trained[0])
 
     def logits(tokens, end_of_text):
         batch = data.pack(np.array([[*tokens, 1]], np.uint32), end_of_text)
@@ -239,36 +240,36 @@ def test_distillation_is_perfect_only_for_the_teacher():
 
 def test_distilled_draft_is_accepted_more_than_an_untrained_one(distilled, trained):
     _, result = distilled
-    target, draft = lm.load_run(trained[0]), lm.load_run(distilled[0])
+    target, draft = load_run(trained[0]), load_run(distilled[0])
     untrained = decoder.init_params(draft.config, jax.random.key(3), jnp.float32)
     stream = data.map_tokens(distilled[0] / "tokens" / "tales.held_out")
     windows = data.held_out_windows(stream, 32, 256)
     ours, theirs = (target.config, target.params), (draft.config, untrained)
     before = measure_acceptance(ours, theirs, windows, 0)
     after = result["acceptance"]["tales"]
-    assert after["sampled"] > before.sampled + 0.1
+    assert after["sampled"] > before["sampled"] + 0.1
 
 
 def test_acceptance_of_a_model_with_itself_is_one(trained):
-    run = lm.load_run(trained[0])
+    run = load_run(trained[0])
     stream = data.map_tokens(trained[0] / "tokens" / "sums.held_out")
     windows = data.held_out_windows(stream, 16, 128)
     pair = (run.config, run.params)
     same = measure_acceptance(pair, pair, windows, 0)
-    assert same.sampled == pytest.approx(1, abs=1e-6)
-    assert same.greedy == 1
-    assert 0 < same.num_tokens <= windows[:, 1:].size
+    assert same["sampled"] == pytest.approx(1, abs=1e-6)
+    assert same["greedy"] == 1
+    assert 0 < same["num_tokens"] <= windows[:, 1:].size
     noisy = jax.tree.map(
         lambda w: w + 0.3 * jnp.sin(jnp.arange(w.size).reshape(w.shape)), run.params
     )
     other = measure_acceptance(pair, (run.config, noisy), windows, 0)
-    assert other.sampled < 0.99
+    assert other["sampled"] < 0.99
 
 
 def test_export_is_a_hugging_face_checkpoint(tmp_path, trained):
     transformers = pytest.importorskip("transformers")
     safetensors = pytest.importorskip("safetensors.numpy")
-    run = lm.load_run(trained[0])
+    run = load_run(trained[0])
     path = tmp_path / "model"
     export.write_hugging_face(
         path, run.config, run.params, run.tokenizer, dtype=np.float32, max_shard_bytes=8000
@@ -302,7 +303,7 @@ def test_export_is_a_hugging_face_checkpoint(tmp_path, trained):
 def test_exported_model_has_our_logits(tmp_path, trained):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
-    run = lm.load_run(trained[0])
+    run = load_run(trained[0])
     tokens = np.array([[11, 42, 7, 99, 120, 250, 3, 64]])
     ours = logits_of(
         run.config, run.params, jnp.asarray(tokens), jnp.zeros(tokens.shape, jnp.int32)
@@ -326,8 +327,6 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
     def train(**overrides):
         lm.train_lm(tiny(overrides.pop("out", tmp_path / "out"), corpora, **overrides))
 
-    run = lm.load_run(trained[0])
-    others = (run.config, run.params), (dataclasses.replace(run.config, vocab_size=10), run.params)
     (tmp_path / "empty").mkdir()
     (tmp_path / "bad").mkdir()
     (tmp_path / "model").mkdir()
@@ -352,11 +351,6 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
             lambda: train(out=trained[0], resume=True, exclude=("tale",), domains=("sums",)),
         ),
         (ModelError, "neither a converted directory", lambda: train(teacher=str(tmp_path))),
-        (
-            ModelError,
-            "share a tokenizer",
-            lambda: measure_acceptance(*others, np.zeros((1, 5), np.uint32), 0),
-        ),
         (SettingError, "multiple of the number of heads", lambda: train(num_query_heads=3)),
     ]
     for error, words, mistake in cases:
@@ -368,9 +362,9 @@ def test_mistakes_are_named(tmp_path, corpora, trained):
 
 def test_weights_of_an_old_run_load(tmp_path):
     """Those are all that is left of it: it cannot be resumed."""
-    run = lm.load_run(OLD_RUN)
+    run = load_run(OLD_RUN)
     assert checkpoints.checksum(run.params) == OLD_CHECKSUM
-    assert lm.load_teacher(str(OLD_RUN)).config == run.config
+    assert load_teacher(str(OLD_RUN)).config == run.config
     export.write_hugging_face(tmp_path / "model", run.config, run.params, run.tokenizer)
     out = tmp_path / "run"
     shutil.copytree(OLD_RUN, out)
@@ -378,11 +372,11 @@ def test_weights_of_an_old_run_load(tmp_path):
     for content in (written[:-1], written[:10], b"", written[:99] + b"x" + written[100:]):
         (out / "checkpoint.msgpack").write_bytes(content)
         with pytest.raises(CheckpointError, match="is damaged"):
-            lm.load_run(out)
+            load_run(out)
     (out / "checkpoint.msgpack").write_bytes(written)
     (out / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json cannot be read"):
-        lm.load_run(out)
+        load_run(out)
 
 
 def test_a_disk_that_is_full_is_told(tmp_path, corpora):
@@ -397,8 +391,8 @@ def test_a_disk_that_is_full_is_told(tmp_path, corpora):
 
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
     """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
-    exported = lm.load_teacher(str(trained[0] / "model"))
-    own = lm.load_teacher(str(trained[0]))
+    exported = load_teacher(str(trained[0] / "model"))
+    own = load_teacher(str(trained[0]))
     assert exported.config == own.config
     assert exported.tokenizer.get_vocab() == own.tokenizer.get_vocab()
     np.testing.assert_allclose(
@@ -411,10 +405,10 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
     config = tiny(tmp_path / "draft", corpora, teacher=str(wide), width=8, tokens=768)
     result = lm.train_lm(config)
     assert result["acceptance"].keys() == distilled[1]["acceptance"].keys()
-    assert lm.load_run(config.out).config.vocab_size == padded.vocab_size
+    assert load_run(config.out).config.vocab_size == padded.vocab_size
     tiny_models.save(tmp_path, "no-tokenizer")
     with pytest.raises(ModelError, match="has no tokenizer, and a draft is trained on its tokens"):
-        lm.load_teacher(str(tmp_path / "no-tokenizer"))
+        load_teacher(str(tmp_path / "no-tokenizer"))
 
 
 # Trunk and branches: one run for many token counts
@@ -428,7 +422,7 @@ def tiny_trunk(out, corpora, **overrides):
 
 
 def branch_leaves(out, tokens):
-    return leaves_of(lm.load_run(out / "branches" / str(tokens)))
+    return leaves_of(load_run(out / "branches" / str(tokens)))
 
 
 @pytest.fixture(scope="module")
@@ -445,8 +439,8 @@ def test_branches_are_finished_models(grown):
         own = result["branches"][str(tokens)]
         assert (own["tokens"], own["steps"]) == (tokens, steps)
         assert own == json.loads((out / "branches" / str(tokens) / "result.json").read_text())
-        model = lm.load_teacher(own["model"])  # what was exported is what was trained
-        assert model.config == lm.load_run(out / "branches" / str(tokens)).config
+        model = load_teacher(own["model"])  # what was exported is what was trained
+        assert model.config == load_run(out / "branches" / str(tokens)).config
     losses = [np.mean(list(own["held_out_loss"].values())) for own in result["branches"].values()]
     overlaps = [own["acceptance"]["tales"]["sampled"] for own in result["branches"].values()]
     assert losses[0] > losses[1] > losses[2]

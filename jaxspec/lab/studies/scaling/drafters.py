@@ -17,6 +17,7 @@ from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, lm
+from jaxspec.training.lm_runs import load_run
 from jaxspec.training.texts import check_writer, read_texts
 from jaxspec.training.trainer import branch_directory, finished_branches
 
@@ -44,7 +45,7 @@ class Drafters:
         """A finished drafter."""
         self.trained(shape, seed, tokens)
         trunk = self.settings.train_config(shape, seed).out
-        run = lm.load_run(branch_directory(trunk, tokens))
+        run = load_run(branch_directory(trunk, tokens))
         return LanguageModel(
             name=f"{shape.name}, {tokens} tokens, seed {seed}",
             config=run.config,
