@@ -164,10 +164,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         config.out.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(config.out.resolve()):
             done = _continued(config.out, header)
-            num_tokens = sum(len(text.output) for text in done)
-            num_prompt_tokens = sum(len(text.prompt) for text in done)
-            counts = collections.Counter(text.domain for text in done)
-            num_before = num_tokens
+            num_before = num_tokens = sum(len(text.output) for text in done)
             written_s = time.perf_counter()
             with (
                 config.out.open("a", encoding="utf-8") as file,
@@ -177,11 +174,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
                     text = next(texts)
                     file.write(json_text(text._asdict(), separators=(",", ":")) + "\n")
                     file.flush()
-                    counts[text.domain] += 1
+                    done.append(text)
                     num_tokens += len(text.output)
-                    num_prompt_tokens += len(text.prompt)
                     if on_text is not None:
-                        on_text(counts.total(), num_tokens)
+                        on_text(len(done), num_tokens)
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
@@ -190,10 +186,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         ) from error
     now_s = time.perf_counter()
     return {
-        "texts": counts.total(),
+        "texts": len(done),
         "tokens": num_tokens,
-        "prompt_tokens": num_prompt_tokens,
-        "texts_by_domain": dict(counts),
+        "prompt_tokens": sum(len(text.prompt) for text in done),
+        "texts_by_domain": dict(collections.Counter(text.domain for text in done)),
         "new_tokens": num_tokens - num_before,
         "tokens_per_s": (num_tokens - num_before) / (now_s - written_s),
         "wall_s": now_s - start_s,
