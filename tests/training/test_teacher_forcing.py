@@ -242,15 +242,22 @@ def test_own_heads_begin_as_the_targets():
 # Losses
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def read_by_the_loss(config, params, batch):
+    """The target's normed states and distribution, and what every head makes."""
+    target = target_parts(TARGET, target_params())
+    features = last_features(TARGET, target_params(), batch)
+    normed = target.final_norm(features)
+    made = [each.hidden for each in run_heads(config, params, target, features, batch)]
+    return normed, jax.nn.softmax(target.head(normed)), made
+
+
 def reference_loss(config, params, batch):
     """The loss label by label, in NumPy."""
     logits = np.asarray(logits_in_training(config, params, batch), np.float64)
     tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
-    target = target_parts(TARGET, target_params())
-    features = last_features(TARGET, target_params(), batch)
-    normed = np.asarray(target.final_norm(features), np.float64)
-    p = np.asarray(jax.nn.softmax(target.head(target.final_norm(features))), np.float64)
-    made = list(run_heads(config, params, target, features, batch))
+    read = read_by_the_loss(config, params, batch)
+    normed, p, made = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), read)
     total = 0.0
     for k in range(config.num_heads):
         losses = []
@@ -263,7 +270,7 @@ def reference_loss(config, params, batch):
                 if config.kind != "clover2":
                     losses.append(-log_q[tokens[row, label]])
                     continue
-                apart = np.abs(np.asarray(made[k].hidden)[row, t] - normed[row, label - 1])
+                apart = np.abs(made[k][row, t] - normed[row, label - 1])
                 smooth = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                 losses.append(-(p[row, label - 1] * log_q).sum() + 10 * smooth)
         total += (0.7 if config.kind == "clover2" else 0.8) ** k * np.mean(losses)
@@ -274,7 +281,7 @@ def reference_loss(config, params, batch):
 def test_the_loss_is_that_of_the_paper(kind):
     config, params = random_heads(kind)
     batch = pack_texts([[random_text(3, 6, seed=1), random_text(2, 5, seed=2)]], 18)
-    loss, metrics = HeadsLoss(config, TARGET)(params, target_params(), batch)
+    loss, metrics = jax.jit(HeadsLoss(config, TARGET))(params, target_params(), batch)
     np.testing.assert_allclose(loss, reference_loss(config, params, batch), rtol=1e-4)
     assert set(metrics) == {"loss", "top1/0", "top1/1", "top1/2"}
 
@@ -301,8 +308,8 @@ def test_a_token_of_which_the_head_knows_nothing_leaves_gradients_finite():
     config, params = random_heads("clover", block=None, gate="cosine")
     target = {**target_params(), "head": jnp.zeros_like(target_params()["head"])}
     batch = pack_texts([[random_text(3, 6)]], 9)
-    loss_of = lambda params: HeadsLoss(config, TARGET)(params, target, batch)[0]  # noqa: E731
-    for leaf in jax.tree.leaves(jax.grad(loss_of)(params)):
+    gradients, _ = jax.jit(jax.grad(HeadsLoss(config, TARGET), has_aux=True))(params, target, batch)
+    for leaf in jax.tree.leaves(gradients):
         assert jnp.all(jnp.isfinite(leaf))
 
 
