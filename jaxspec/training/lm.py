@@ -66,8 +66,8 @@ class TrainConfig(TrainSettings):
       width: E.
       feed_forward_width: F.
       num_layers: L.
-      num_query_heads: Q; a head has E / Q channels.
-      num_kv_heads: K.
+      num_query_heads: Q; None gives every head 64 channels.
+      num_kv_heads: K; None is half of Q, or 1 if Q is odd.
       epochs: most passes over the text of a domain; None sets no limit.
       teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
         tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate.
@@ -97,8 +97,8 @@ class TrainConfig(TrainSettings):
     width: int = 256
     feed_forward_width: int = 640
     num_layers: int = 8
-    num_query_heads: int = 4
-    num_kv_heads: int = 2
+    num_query_heads: NoOption[int | None] = None
+    num_kv_heads: NoOption[int | None] = None
     epochs: NoOption[int | None] = None
     learning_rate: float = 2.5e-3
     teacher: str | None = None
@@ -107,6 +107,7 @@ class TrainConfig(TrainSettings):
 
     def __post_init__(self):
         check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
+        check_positive(self, "num_query_heads", "num_kv_heads")
         super().__post_init__()
         self.model_config(self.vocab_size)  # raises for sizes that make no model
         if self.sequence_length > self.max_length:
@@ -134,20 +135,21 @@ class TrainConfig(TrainSettings):
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The Qwen3 architecture that these settings describe."""
-        if self.num_query_heads < 1 or self.width % self.num_query_heads:
+        num_heads = self.num_query_heads or max(1, self.width // 64)
+        if self.width % num_heads:
             raise SettingError(
-                f"width {self.width} was given with num_query_heads {self.num_query_heads}; give a "
-                "width that is a multiple of the number of heads."
+                f"width {self.width} was given for {num_heads} heads; give a multiple of the "
+                "number of heads, or of 64."
             )
-        head_size = self.width // self.num_query_heads
+        head_size = self.width // num_heads
         return ModelConfig(
             family="qwen3",
             vocab_size=vocab_size,
             width=self.width,
             feed_forward_width=self.feed_forward_width,
             num_layers=self.num_layers,
-            num_query_heads=self.num_query_heads,
-            num_kv_heads=self.num_kv_heads,
+            num_query_heads=num_heads,
+            num_kv_heads=self.num_kv_heads or (1 if num_heads % 2 else num_heads // 2),
             head_size=head_size,
             max_length=self.max_length,
             norm_epsilon=1e-6,
@@ -315,6 +317,8 @@ class LmTask(Task):
         self.fingerprint = settings.decisive() | {
             "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in self._streams],
             "teacher_checksum": None if teacher is None else checkpoints.checksum(teacher.params),
+            "num_query_heads": self._model.num_query_heads,
+            "num_kv_heads": self._model.num_kv_heads,
         }
         ends = settings.ends()
         self._plan = self._plan_rows(ends[-1].num_steps, times=1, seed=(settings.seed,))

@@ -30,7 +30,7 @@ PROMPTS = [[5, 80, 7], [9, 9, 9, 30], [200, 3], [44], [17, 18], [250, 2, 2], [33
 TRAIN_OPTIONS = (
     "--tokens", 6144, "--batch-tokens", 256, "--sequence-length", 64, "--max-length", 128,
     "--vocab-size", 300, "--width", 16, "--feed-forward-width", 16, "--num-layers", 1,
-    "--num-query-heads", 2, "--num-kv-heads", 1, "--checkpoint-every", 1, "--warmup-steps", 2,
+    "--checkpoint-every", 1, "--warmup-steps", 2,
 )  # fmt: skip
 TEXTS = ["the quick brown fox jumps over the lazy dog. " * 40] * 24
 
