@@ -45,6 +45,11 @@ from jaxspec.types import PyTree
 _DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
 _REGRESSION_WEIGHT = 10.0  # weight of Clover-2's SmoothL1, as in its release
 _NOISE = 0.01  # added to matrices that start as the identity
+# Fields of `HeadsConfig` that may be chosen.
+_PARTS = (
+    "shares_head", "connection", "shares_connection", "gate", "num_gate_heads", "has_silu",
+    "block", "block_part",
+)  # fmt: skip
 _TREE_NODES = (4, 16)  # sizes of the static trees that are made from the final measurements
 
 
@@ -58,8 +63,9 @@ class HeadsTrainConfig(DrafterTrainConfig):
       num_heads: number of heads, each of which proposes one token.
       num_layers: number of residual blocks of each Medusa head, or of layers of the augmenting
         block.
-      parts: other fields of `HeadsConfig` that the heads have in place of the kind's own, such as
-        `{"connection": "mlp"}`. Heads with `shares_head` false start as copies of the target's.
+      parts: fields of `HeadsConfig` that differ from the kind's own, such as
+        `{"connection": "mlp"}`. Without `shares_head`, every head begins as a copy of
+        the target's.
     """
 
     FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts")  # compared as "drafter"
@@ -72,12 +78,8 @@ class HeadsTrainConfig(DrafterTrainConfig):
     def __post_init__(self):
         super().__post_init__()
         check_positive(self, "num_heads", "num_layers")
-        known = {field.name for field in dataclasses.fields(HeadsConfig)}
-        if unknown := sorted(self.parts.keys() - known):
-            raise SettingError(
-                f"parts has {', '.join(unknown)}; give fields of HeadsConfig: "
-                f"{', '.join(sorted(known))}."
-            )
+        if unknown := sorted(self.parts.keys() - set(_PARTS)):
+            raise SettingError(f"parts has {', '.join(unknown)}; give some of {', '.join(_PARTS)}.")
         if self.num_layers is not None and "block" in self.parts:
             raise SettingError("num_layers and a block were given; leave one of them out.")
 

@@ -153,6 +153,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
         ]
         if name == "heads"
         else [
+            (SettingError, "so give one number", lambda: run(tokens=(384, 768))),
             (SettingError, "anchors is 0", lambda: run(anchors=0)),
             (SettingError, "block is 1; its first", lambda: run(block=1)),
             (ModelError, "num_deep_layers is 9", lambda: run(layers=9)),
