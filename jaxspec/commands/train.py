@@ -70,7 +70,7 @@ class HeadsCommand(JsonOption):
         results = train_heads(self.config)
         for end in _ends(results):
             console.print(results_table(end, without=("held_out", "trees")))
-            console.print(accuracy_table(end["held_out"]))
+            console.print(accuracy_table(end["held_out"], "head", {"top1": 1, "top5": 1}))
         drafter = f"heads:{_ends(results)[-1]['heads']}"
         _print_trial(console, f"--target {self.config.target} --drafter {drafter}")
         return make_document("train heads", self.config, **results)
@@ -85,8 +85,10 @@ class FlexDraftCommand(JsonOption):
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         results = train_flexdraft(self.config)
-        console.print(results_table(results, without=("held_out",)))
-        console.print(slots_table(results["held_out"]))
+        held_out = results["held_out"]
+        accepted = {name: each["accepted"] for name, each in held_out.items()}
+        console.print(results_table({**results, "accepted": accepted}, without=("held_out",)))
+        console.print(accuracy_table(held_out, "slot", {"uncalibrated_top1": 0, "top1": 1}))
         drafter = f"flexdraft:{results['flexdraft']}"
         _print_trial(console, f"--target {self.config.target} --drafter {drafter}")
         return make_document("train flexdraft", self.config, **results)
@@ -135,44 +137,31 @@ def results_table(results: Mapping[str, Any], *, without: Sequence[str] = ()) ->
     return TextTable.of_values("", shown)
 
 
-def accuracy_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
-    """Accuracy of each head on held-out texts: one line for all texts, and one for each domain."""
-    num_heads = len(held_out["all"]["top1"])
-    header = ["texts", *(f"head {1 + index}" for index in range(num_heads))]
-    rows = [
-        [
-            name,
-            *(
-                f"{top1:.3f} {top5:.3f}"
-                for top1, top5 in zip(each["top1"], each["top5"], strict=True)
-            ),
-        ]
-        for name, each in held_out.items()
-    ]
-    return TextTable(title="accuracy@1 and @5 on held-out texts", header=header, rows=rows)
+def accuracy_table(
+    held_out: Mapping[str, Mapping[str, Any]], place: str, first: Mapping[str, int]
+) -> TextTable:
+    """Accuracy on held-out texts, a line for each measure of all texts and of each domain.
 
-
-def slots_table(held_out: Mapping[str, Mapping[str, Any]]) -> TextTable:
-    """Accuracy of each slot of a block on held-out texts, calibrated and not, and how many drafts
-    are right before the first wrong one."""
-    num_slots = len(held_out["all"]["num_tokens"])
-    header = ["texts", "right", *(f"slot {slot}" for slot in range(num_slots))]
-    rows = [
-        [
-            name,
-            f"{each['accepted']:.2f} {each['uncalibrated_accepted']:.2f}",
-            f"- {each['uncalibrated_top1'][0]:.3f}",
-            *(
-                f"{calibrated:.3f} {uncalibrated:.3f}"
-                for calibrated, uncalibrated in zip(
-                    each["top1"], each["uncalibrated_top1"][1:], strict=True
-                )
-            ),
-        ]
-        for name, each in held_out.items()
-    ]
-    title = "drafts that are right and accuracy@1 on held-out texts, with and without calibration"
-    return TextTable(title=title, header=header, rows=rows)
+    Args:
+      held_out: measures by domain, as lists over heads or slots.
+      place: what a column is of: `head` or `slot`.
+      first: the measures to show, each with the number of its first place.
+    """
+    columns = sorted(
+        {
+            start + index
+            for name, start in first.items()
+            for index in range(len(held_out["all"][name]))
+        }
+    )
+    rows = []
+    for domain, measured in held_out.items():
+        for name, start in first.items():
+            shown = {start + index: f"{share:.3f}" for index, share in enumerate(measured[name])}
+            cells = (shown.get(column, "") for column in columns)
+            rows.append([domain, name.replace("_", " "), *cells])
+    header = ["texts", "accuracy", *(f"{place} {column}" for column in columns)]
+    return TextTable(title="accuracy on held-out texts", header=header, rows=rows)
 
 
 def _flatten(results: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:

@@ -7,9 +7,7 @@ which row of which step, so a resumed run sees the same rows as an uninterrupted
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 import hashlib
 import itertools
 import json
@@ -26,7 +24,7 @@ from flax import struct
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from jaxspec.errors import SettingError
-from jaxspec.runtime.signals import called_at_end, uninterrupted
+from jaxspec.runtime.directories import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 _HELD_OUT_PERCENT = 3
@@ -157,23 +155,15 @@ def write_tokens(
     """Writes the token ids of `texts`, end-of-text after each; returns them mapped read-only.
 
     Raises:
-      OSError: the file cannot be written; no part of it is left.
+      SettingError: the file cannot be written; no part of it is left.
     """
-    end = np.array([end_of_text_id(tokenizer)], np.uint32)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".partial")
-    with contextlib.ExitStack() as stack:
-        with uninterrupted:
-            stack.enter_context(called_at_end(functools.partial(temporary.unlink, missing_ok=True)))
-            file = stack.enter_context(temporary.open("wb"))
-        # `write` reports a full disk; `ndarray.tofile` does not.
-        for text in texts:
-            # No merge crosses a cut, so the pieces have the tokens of the whole.
-            for encoding in tokenizer.encode_batch(list(_pieces(text))):
-                file.write(np.array(encoding.ids, np.uint32).tobytes())
-            file.write(end.tobytes())
-        file.flush()
-        temporary.replace(path)
+    end, parts = end_of_text_id(tokenizer), []
+    for text in texts:
+        # No merge crosses a cut, so the pieces have the tokens of the whole.
+        encodings = tokenizer.encode_batch(list(_pieces(text)))
+        ids = itertools.chain(*(encoding.ids for encoding in encodings), [end])
+        parts.append(np.fromiter(ids, np.uint32).tobytes())
+    write_atomically(path, b"".join(parts))
     return map_tokens(path)
 
 

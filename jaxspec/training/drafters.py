@@ -40,8 +40,6 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
       texts: the file that `jaxspec train texts` had this target write.
       held_out: a file of texts written with `--split held-out`, to measure on; without it, every
         twentieth of `texts` is held out.
-      tokens: total number of training tokens, including prompts.
-      sequence_length: tokens per row, which holds several texts; longer texts are cut.
       dtype: the dtype in which target and drafter are computed; parameters and optimizer are
         float32.
     """
@@ -51,8 +49,6 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
     target: str
     texts: pathlib.Path
     held_out: pathlib.Path | None = None
-    tokens: int = 1_000_000
-    sequence_length: int = 512
     dtype: Literal["float32", "bfloat16"] = "float32"
 
     @abc.abstractmethod
@@ -107,11 +103,6 @@ class DrafterTask(Task):
     def may_replace(cls, product: pathlib.Path) -> bool:
         """Whether it holds a drafter of the same kind."""
         return kind_of(product) == cls.PRODUCT
-
-    @property
-    def needs(self) -> str:
-        """What a text needs to be trained on, for messages."""
-        return "a token after its prompt that could be drafted"
 
     def is_usable(self, text: Text) -> bool:
         """Whether a text can be trained on: a token of its output could be drafted, as two come
@@ -179,8 +170,9 @@ class DrafterTask(Task):
             kept = [text for text in read.texts if self.is_usable(text)]
             if not kept:
                 raise ModelError(
-                    f"None of the {len(read.texts)} texts in {path} has {self.needs}, within "
-                    f"sequence_length {settings.sequence_length}; write longer texts, or raise it."
+                    f"None of the {len(read.texts)} texts in {path} has enough tokens after its "
+                    f"prompt within sequence_length {settings.sequence_length}; write longer "
+                    "texts, or raise it."
                 )
             return read.header, kept, len(read.texts) - len(kept)
 

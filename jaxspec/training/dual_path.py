@@ -26,7 +26,7 @@ from jaxspec.training.teacher_forcing import target_parts
 from jaxspec.training.text_rows import TextBatch
 
 Params: TypeAlias = Mapping[str, Any]
-# Most logits in memory at a time; blocks are processed in parts that fit.
+# Most logits in memory at a time; as many blocks are processed together as fit.
 _MAX_LOGITS = 2**27
 
 
@@ -158,25 +158,24 @@ def score_blocks(
     tokens, is_label = _labels(batch, config.block_size)
     parts = target_parts(config.target, target_params)
 
-    def score(part: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        hidden, tokens = part
+    def score(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden, tokens = block  # [B, K, E] and [B, K]
         normed = parts.final_norm(hidden)
         logits = parts.head(normed)
-        bonus = decoder.embed(target_params, tokens[:, :, 0])
-        added = calibration(params["calibrator"], bonus, normed[:, :, 1:])
-        slot_0 = ((0, 0), (0, 0), (1, 0))
-        calibrated = [
-            jnp.pad(each, slot_0) for each in _score(logits[:, :, 1:] + added, tokens[:, :, 1:])
-        ]
-        return (*_score(logits, tokens), *calibrated)
+        bonus = decoder.embed(target_params, tokens[:, 0])
+        added = calibration(params["calibrator"], bonus, normed[:, 1:])
+        calibrated = _score(logits[:, 1:] + added, tokens[:, 1:])
+        return *_score(logits, tokens), *(jnp.pad(x, ((0, 0), (1, 0))) for x in calibrated)
 
-    num_parts = _num_parts(config, batch)
-    parts_of = [_split(each, num_parts) for each in (hidden, tokens)]
-    scored = jax.lax.map(jax.checkpoint(score), tuple(parts_of)) if num_parts > 1 else None
-    if scored is None:
-        loss, is_right, calibrated_loss, is_right_calibrated = score((hidden, tokens))
-    else:
-        loss, is_right, calibrated_loss, is_right_calibrated = map(_joined, scored)
+    by_block = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (hidden, tokens))
+    block_logits = tokens.shape[0] * config.block_size * config.target.vocab_size
+    num_together = max(1, _MAX_LOGITS // block_logits)
+    is_whole = num_together >= tokens.shape[1]
+    scored = jax.lax.map(
+        score if is_whole else jax.checkpoint(score), by_block, batch_size=num_together
+    )
+    scored = (jnp.moveaxis(x, 0, 1) for x in scored)
+    loss, is_right, calibrated_loss, is_right_calibrated = scored
     return BlockScores(loss, calibrated_loss, is_right, is_right_calibrated, is_label)
 
 
@@ -259,24 +258,3 @@ def _score(logits: jax.Array, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
     likeliest."""
     own = jnp.take_along_axis(logits, tokens[..., None], axis=-1)[..., 0]
     return jax.nn.logsumexp(logits, axis=-1) - own, jnp.argmax(logits, axis=-1) == tokens
-
-
-def _num_parts(config: FlexConfig, batch: BlockBatch) -> int:
-    """The smallest divisor of N that makes parts of at most `_MAX_LOGITS` logits, if any does."""
-    num_rows, num_blocks = batch.anchors.shape
-    num_logits = num_rows * num_blocks * config.block_size * config.target.vocab_size
-    divisors = [each for each in range(1, num_blocks + 1) if num_blocks % each == 0]
-    return next((each for each in divisors if num_logits <= each * _MAX_LOGITS), num_blocks)
-
-
-def _split(values: jax.Array, num_parts: int) -> jax.Array:
-    """`[P, B, N / P, ...]` of `[B, N, ...]`."""
-    num_rows, num_blocks = values.shape[:2]
-    parts = values.reshape(num_rows, num_parts, num_blocks // num_parts, *values.shape[2:])
-    return jnp.moveaxis(parts, 1, 0)
-
-
-def _joined(parts: jax.Array) -> jax.Array:
-    """The inverse of `_split`."""
-    values = jnp.moveaxis(parts, 0, 1)
-    return values.reshape(len(values), -1, *values.shape[3:])

@@ -42,6 +42,7 @@ from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.training.trainer import (
     LARGEST_RATE,
+    NoOption,
     OnStep,
     check_positive,
     make_optimizer,
@@ -62,6 +63,7 @@ class FlexTrainConfig(DrafterTrainConfig):
     `flex_config`.
 
     Attributes:
+      tokens: number of training tokens.
       layers: D, the number of last layers of the target that get draft projectors.
       block: K, the number of tokens of a block.
       rank: the rank of the calibrator.
@@ -70,10 +72,11 @@ class FlexTrainConfig(DrafterTrainConfig):
       new_learning_rate: the same for the mask and the calibrator.
     """
 
+    tokens: int = 1_000_000
     layers: int | None = None
     block: int = 16
     rank: int | None = None
-    anchors: int = 64
+    anchors: NoOption[int] = 64
     learning_rate: float = 2e-4
     new_learning_rate: float = 6e-4
 
@@ -83,6 +86,11 @@ class FlexTrainConfig(DrafterTrainConfig):
         check_between(
             "new_learning_rate", self.new_learning_rate, 0, LARGEST_RATE, excludes_least=True
         )
+        if self.has_branches:
+            raise SettingError(
+                f"tokens is {self.tokens}; FlexDraft's loss depends on where the run ends, so give "
+                "one number."
+            )
         if self.block < 2:
             raise SettingError(
                 f"block is {self.block}; its first token is the target's own, so it must be 2 or "
@@ -138,38 +146,6 @@ def init_flexdraft(config: FlexConfig, target_params: Params, key: jax.Array) ->
     return made
 
 
-def flexdraft_loss(
-    config: FlexConfig,
-    params: Params,
-    target_params: Params,
-    batch: BlockBatch,
-    uncalibrated: jax.Array,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch, and its metrics: `loss`, and `top1/j`, the calibrated accuracy of slot
-    j.
-
-    Cross entropy of the true tokens with calibration (slots 1 to K - 1), plus `uncalibrated` times
-    that without it (all slots), with each slot weighted by `slot_weights`.
-
-    Args:
-      config: of FlexDraft.
-      params: FlexDraft's, fp32; the computation is in the target's dtype.
-      target_params: not packed.
-      batch: the texts and blocks.
-      uncalibrated: fp32 scalar.
-    """
-    scores = score_blocks(config, params, target_params, batch)
-    is_label = scores.is_label.astype(jnp.float32)
-    weights = is_label * jnp.asarray(slot_weights(config.block_size))[None, None]
-    calibrated = weighted_mean(scores.calibrated_loss[..., 1:], weights[..., 1:])
-    loss = calibrated + uncalibrated * weighted_mean(scores.loss, weights)
-    is_right = scores.is_right_calibrated.astype(jnp.float32)
-    metrics = {"loss": loss, "calibrated_loss": calibrated}
-    for slot in range(1, config.block_size):
-        metrics[f"top1/{slot}"] = weighted_mean(is_right[..., slot], is_label[..., slot])
-    return loss, metrics
-
-
 @functools.lru_cache
 def make_flex_optimizer(new_rate: float) -> optax.GradientTransformation:
     """`make_optimizer` whose updates of the new parameters (mask and calibrator) are `new_rate`
@@ -191,15 +167,33 @@ class FlexBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class FlexLoss:
-    """`flexdraft_loss` of these sizes."""
+    """The loss of FlexDraft: cross entropy of the true tokens with calibration (slots 1 to K - 1),
+    plus `FlexBatch.uncalibrated` times that without it (all slots), with each slot weighted by
+    `slot_weights`."""
 
     flex: FlexConfig
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: FlexBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss and the metrics; `frozen` are the target's parameters."""
-        return flexdraft_loss(self.flex, params, frozen, batch.blocks, batch.uncalibrated)
+        """The loss, and the metrics: `loss`, `calibrated_loss` and `top1/j`, the calibrated
+        accuracy of slot j.
+
+        Args:
+          params: FlexDraft's, fp32; the computation is in the target's dtype.
+          frozen: the target's, not packed.
+          batch: the texts and blocks.
+        """
+        scores = score_blocks(self.flex, params, frozen, batch.blocks)
+        is_label = scores.is_label.astype(jnp.float32)
+        weights = is_label * jnp.asarray(slot_weights(self.flex.block_size))[None, None]
+        calibrated = weighted_mean(scores.calibrated_loss[..., 1:], weights[..., 1:])
+        loss = calibrated + batch.uncalibrated * weighted_mean(scores.loss, weights)
+        is_right = scores.is_right_calibrated.astype(jnp.float32)
+        metrics = {"loss": loss, "calibrated_loss": calibrated}
+        for slot in range(1, self.flex.block_size):
+            metrics[f"top1/{slot}"] = weighted_mean(is_right[..., slot], is_label[..., slot])
+        return loss, metrics
 
 
 class FlexTask(DrafterTask):
@@ -219,7 +213,7 @@ class FlexTask(DrafterTask):
 
     def batch(self, index: int, end: Branch | None) -> FlexBatch:
         """The texts and blocks of a step."""
-        assert end is not None, "the weight of the loss without calibration depends on the end"
+        assert end is not None, "a run without branches has no trunk"
         seed, (first, last) = self.settings.seed, _UNCALIBRATED
         rngs = [np.random.default_rng((seed, place, 1)) for place in self.places(index)]
         share = first + (last - first) * index / max(end.num_steps - 1, 1)

@@ -62,18 +62,6 @@ class RankedText(NamedTuple):
     ranks: np.ndarray
 
 
-def measure_head_accuracy(
-    config: HeadsConfig,
-    params: PyTree,
-    target: tuple[ModelConfig, PyTree],
-    texts: Sequence[Text],
-    row_length: int,
-) -> dict[str, HeadAccuracy]:
-    """Accuracy of heads on texts that their target wrote, for all texts (`all`) and by domain;
-    arguments as in `rank_texts`."""
-    return accuracy_of(rank_texts(config, params, target, texts, row_length))
-
-
 def rank_texts(
     config: HeadsConfig,
     params: PyTree,

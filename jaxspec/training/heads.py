@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import optax
 
 from jaxspec.drafters.heads.config import (
-    Connection,
-    Gate,
     HeadsConfig,
     Kind,
     block_config,
@@ -29,19 +26,30 @@ from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
-from jaxspec.runtime.options import check_between
 from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
-from jaxspec.training.trainer import OnStep, check_positive, make_optimizer, train, weighted_mean
+from jaxspec.training.trainer import (
+    NoOption,
+    OnStep,
+    check_positive,
+    make_optimizer,
+    train,
+    weighted_mean,
+)
 from jaxspec.types import PyTree
 
 # Loss of a later head counts less: 0.8 in Medusa (2401.10774), 0.7 in Clover-2's release.
 _DECAY: dict[str, float] = {"medusa": 0.8, "hydra": 0.8, "clover": 0.8, "clover2": 0.7}
 _REGRESSION_WEIGHT = 10.0  # weight of Clover-2's SmoothL1, as in its release
 _NOISE = 0.01  # added to matrices that start as the identity
+# Fields of `HeadsConfig` that may be chosen.
+_PARTS = (
+    "shares_head", "connection", "shares_connection", "gate", "num_gate_heads", "has_silu",
+    "block", "block_part",
+)  # fmt: skip
 _TREE_NODES = (4, 16)  # sizes of the static trees that are made from the final measurements
 
 
@@ -55,73 +63,33 @@ class HeadsTrainConfig(DrafterTrainConfig):
       num_heads: number of heads, each of which proposes one token.
       num_layers: number of residual blocks of each Medusa head, or of layers of the augmenting
         block.
-      own_heads: Medusa and Hydra: whether every head has its own matrix to the vocabulary, which
-        starts as a copy of the target's.
-      connection: Clover: how a token reaches the next head.
-      gate: Clover and Clover-2: the gate of the attention decoder.
-      block: Clover: which parts of the augmenting block's layers are computed.
-      clip_value: the largest magnitude of each component of the gradient, instead of a global norm
-        of 1 (Clover-2's release: 0.5).
-      branches: several sets of heads from one run: the number of tokens of each, in increasing
-        order, instead of `tokens`; a finished run may be resumed with further ones.
+      parts: fields of `HeadsConfig` that differ from the kind's own, such as
+        `{"connection": "mlp"}`. Without `shares_head`, every head begins as a copy of
+        the target's.
     """
+
+    FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts")  # compared as "drafter"
 
     kind: Kind
     num_heads: int | None = None
     num_layers: int | None = None
-    own_heads: bool = False
-    connection: Connection | None = None
-    gate: Gate | None = None
-    block: Literal["whole", "attention", "none"] | None = None
-    clip_value: float | None = None
-    branches: tuple[int, ...] = ()
+    parts: NoOption[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         super().__post_init__()
         check_positive(self, "num_heads", "num_layers")
-        if self.clip_value is not None:
-            check_between("clip_value", self.clip_value, 0, math.inf, excludes_least=True)
-        for name, kinds in (
-            ("own_heads", ("medusa", "hydra")),
-            ("num_layers", ("medusa", "clover", "clover2")),
-            ("connection", ("clover",)),
-            ("gate", ("clover", "clover2")),
-            ("block", ("clover",)),
-        ):
-            if getattr(self, name) not in (None, False) and self.kind not in kinds:
-                raise SettingError(
-                    f"{name} was given for {self.kind}; it is a setting of {' and '.join(kinds)}, "
-                    "so leave it out."
-                )
-        if self.num_layers is not None and self.block == "none":
-            raise SettingError(
-                "num_layers was given with block none, which has no layers; leave one of them out."
-            )
-        if self.gate is not None and self.connection not in (None, "attention"):
-            raise SettingError(
-                f"gate was given with connection {self.connection}, which has none; leave one of "
-                "them out."
-            )
-
-    @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The branches, if the run has several ends."""
-        return self.branches
+        if unknown := sorted(self.parts.keys() - set(_PARTS)):
+            raise SettingError(f"parts has {', '.join(unknown)}; give some of {', '.join(_PARTS)}.")
+        if self.num_layers is not None and "block" in self.parts:
+            raise SettingError("num_layers and a block were given; leave one of them out.")
 
     def drafter_config(self, target: ModelConfig) -> HeadsConfig:
         """The heads that these settings describe."""
-        fields: dict[str, Any] = {"shares_head": not self.own_heads}
-        for name in ("connection", "gate"):
-            if getattr(self, name) is not None:
-                fields[name] = getattr(self, name)
-        if self.num_layers is not None and self.kind == "medusa":
-            fields["num_layers"] = self.num_layers
-        elif self.num_layers is not None:
+        fields = dict(self.parts)
+        if self.num_layers is not None and self.kind in ("clover", "clover2"):
             fields["block"] = block_config(target, num_layers=self.num_layers)
-        if self.block == "none":
-            fields["block"] = None
-        elif self.block is not None:
-            fields["block_part"] = self.block
+        elif self.num_layers is not None:
+            fields["num_layers"] = self.num_layers
         return heads_config(self.kind, target, num_heads=self.num_heads, **fields)
 
 
@@ -189,56 +157,15 @@ def init_heads(
     return made
 
 
-def heads_loss(
-    config: HeadsConfig,
-    params: Params,
-    target_config: ModelConfig,
-    target_params: Params,
-    batch: TextBatch,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """The loss of a batch, and its metrics: `loss` and each head's `top1/k`, its accuracy on the
-    labels.
+@dataclasses.dataclass(frozen=True)
+class HeadsLoss:
+    """The loss of heads on a batch of texts.
 
     Medusa, Hydra and Clover: cross entropy of the true tokens, with weight 0.8^k for head k.
     Clover-2, as in its release: 0.7^k times the cross entropy against the target's distribution,
     plus ten times the SmoothL1 distance to the target's normed hidden states where it predicts the
     same token.
-
-    Args:
-      config: of the heads.
-      params: the heads', fp32; the computation is in the target's dtype.
-      target_config: their target's.
-      target_params: not packed.
-      batch: the texts.
     """
-    target = target_parts(target_config, target_params)
-    features = last_features(target_config, target_params, batch)
-    params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
-    regressed = distribution = None
-    if config.kind == "clover2":
-        regressed = target.final_norm(features)
-        distribution = jax.nn.softmax(target.head(regressed))
-    loss, metrics = jnp.zeros((), jnp.float32), {}
-    for index, made in enumerate(run_heads(config, params, target, features, batch)):
-        logits = head_logits(config, params, target, index, made.hidden)
-        if regressed is None or distribution is None:
-            losses = optax.softmax_cross_entropy_with_integer_labels(logits, made.labels)
-        else:
-            distance = index + 1  # the target's state there is that before the label
-            losses = optax.softmax_cross_entropy(logits, shifted(distribution, distance))
-            apart = made.hidden - shifted(regressed, distance)
-            smooth = optax.huber_loss(apart.astype(jnp.float32), delta=1.0)
-            losses = losses + jnp.float32(_REGRESSION_WEIGHT) * jnp.mean(smooth, axis=-1)
-        weight = jnp.float32(_DECAY[config.kind] ** index)
-        loss = loss + weight * weighted_mean(losses, made.weights)
-        is_right = (jnp.argmax(logits, axis=-1) == made.labels).astype(jnp.float32)
-        metrics[f"top1/{index}"] = weighted_mean(is_right, made.weights)
-    return loss, {"loss": loss} | metrics
-
-
-@dataclasses.dataclass(frozen=True)
-class HeadsLoss:
-    """`heads_loss` of these heads."""
 
     heads: HeadsConfig
     target: ModelConfig
@@ -246,8 +173,36 @@ class HeadsLoss:
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: TextBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
-        """The loss and the metrics; `frozen` are the target's parameters."""
-        return heads_loss(self.heads, params, self.target, frozen, batch)
+        """The loss, and the metrics: `loss` and each head's `top1/k`, its accuracy on the labels.
+
+        Args:
+          params: the heads', fp32; the computation is in the target's dtype.
+          frozen: the target's, not packed.
+          batch: the texts.
+        """
+        config, target = self.heads, target_parts(self.target, frozen)
+        features = last_features(self.target, frozen, batch)
+        params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
+        regressed = distribution = None
+        if config.kind == "clover2":
+            regressed = target.final_norm(features)
+            distribution = jax.nn.softmax(target.head(regressed))
+        loss, metrics = jnp.zeros((), jnp.float32), {}
+        for index, made in enumerate(run_heads(config, params, target, features, batch)):
+            logits = head_logits(config, params, target, index, made.hidden)
+            if regressed is None or distribution is None:
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, made.labels)
+            else:
+                distance = index + 1  # the target's state there is that before the label
+                losses = optax.softmax_cross_entropy(logits, shifted(distribution, distance))
+                apart = made.hidden - shifted(regressed, distance)
+                smooth = optax.huber_loss(apart.astype(jnp.float32), delta=1.0)
+                losses = losses + jnp.float32(_REGRESSION_WEIGHT) * jnp.mean(smooth, axis=-1)
+            weight = jnp.float32(_DECAY[config.kind] ** index)
+            loss = loss + weight * weighted_mean(losses, made.weights)
+            is_right = (jnp.argmax(logits, axis=-1) == made.labels).astype(jnp.float32)
+            metrics[f"top1/{index}"] = weighted_mean(is_right, made.weights)
+        return loss, {"loss": loss} | metrics
 
 
 class HeadsTask(DrafterTask):
@@ -259,13 +214,7 @@ class HeadsTask(DrafterTask):
     def __init__(self, settings: HeadsTrainConfig):
         super().__init__(settings)
         self.loss = HeadsLoss(self.config, self.target.config)
-        self.optimizer = make_optimizer(clip_value=settings.clip_value)
-
-    @property
-    def needs(self) -> str:
-        """Enough tokens for every head."""
-        number = self.config.num_heads
-        return f"the {number} tokens after its prompt that {number} heads are trained on"
+        self.optimizer = make_optimizer()
 
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the

@@ -28,13 +28,14 @@ from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import checkpoints, data, export
-from jaxspec.training.acceptance import measure_acceptance
-from jaxspec.training.lm_runs import TOKENIZER, Run, load_run, load_teacher, read_tokenizer
+from jaxspec.training.lm_runs import TOKENIZER, load_teacher, read_tokenizer
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
 from jaxspec.training.trainer import (
+    NoOption,
     OnStep,
     Task,
+    Tokens,
     TrainSettings,
     check_positive,
     make_optimizer,
@@ -43,21 +44,7 @@ from jaxspec.training.trainer import (
 )
 from jaxspec.types import PyTree
 
-__all__ = [
-    "LmTask",
-    "Run",
-    "TrainConfig",
-    "distillation_loss",
-    "held_out_loss",
-    "load_run",
-    "load_teacher",
-    "train_lm",
-]
-
 _WEIGHT_DECAY = 0.1
-# Weight in the distillation loss of 1 - sum(min(p, q)), which is one minus the acceptance rate; the
-# rest is KL(p || q).
-_TOTAL_VARIATION_WEIGHT = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,8 +59,6 @@ class TrainConfig(TrainSettings):
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
-      branches: several models from one run: the number of tokens of each, in increasing order,
-        instead of `tokens`; a finished run may be resumed with further ones.
       max_length: the model's context.
       long_fraction: fraction of the tokens, the last ones, in rows as long as `max_length` and a
         step allow; at most the sixth over which the learning rate falls.
@@ -81,9 +66,8 @@ class TrainConfig(TrainSettings):
       width: E.
       feed_forward_width: F.
       num_layers: L.
-      num_query_heads: Q.
-      num_kv_heads: K.
-      head_size: H.
+      num_query_heads: Q; None gives every head 64 channels.
+      num_kv_heads: K; None is half of Q, or 1 if Q is odd.
       epochs: most passes over the text of a domain; None sets no limit.
       teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
         tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate.
@@ -105,8 +89,7 @@ class TrainConfig(TrainSettings):
     corpora: pathlib.Path
     domains: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
-    branches: tuple[int, ...] = ()
-    tokens: int = 6_500_000
+    tokens: Tokens = 6_500_000
     sequence_length: int = 256
     max_length: int = 1024
     long_fraction: float = 0.12
@@ -114,18 +97,17 @@ class TrainConfig(TrainSettings):
     width: int = 256
     feed_forward_width: int = 640
     num_layers: int = 8
-    num_query_heads: int = 4
-    num_kv_heads: int = 2
-    head_size: int = 64
-    epochs: int | None = None
+    num_query_heads: NoOption[int | None] = None
+    num_kv_heads: NoOption[int | None] = None
+    epochs: NoOption[int | None] = None
     learning_rate: float = 2.5e-3
     teacher: str | None = None
-    teacher_states: pathlib.Path | None = None
-    evaluate_every: int = 250
-    evaluate_tokens: int = 16_384
+    teacher_states: NoOption[pathlib.Path | None] = None
+    evaluate_tokens: NoOption[int] = 16_384
 
     def __post_init__(self):
         check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
+        check_positive(self, "num_query_heads", "num_kv_heads")
         super().__post_init__()
         self.model_config(self.vocab_size)  # raises for sizes that make no model
         if self.sequence_length > self.max_length:
@@ -141,35 +123,37 @@ class TrainConfig(TrainSettings):
             )
 
     @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The branches, if the run has several ends."""
-        return self.branches
-
-    @property
     def long_rows(self) -> int:
         """How many times `sequence_length` a long row has: the most that the context holds and a
         step consists of."""
         most = min(self.num_rows, self.max_length // self.sequence_length)
         return max(times for times in range(1, most + 1) if self.num_rows % times == 0)
 
-    def num_long_steps(self, end: Branch | None) -> int:
+    def num_long_steps(self, end: Branch) -> int:
         """How many of the last steps before an end have long rows."""
-        return 0 if end is None else round(self.long_fraction * end.num_steps)
+        return round(self.long_fraction * end.num_steps)
 
     def model_config(self, vocab_size: int) -> ModelConfig:
         """The Qwen3 architecture that these settings describe."""
+        num_heads = self.num_query_heads or max(1, self.width // 64)
+        if self.width % num_heads:
+            raise SettingError(
+                f"width {self.width} was given for {num_heads} heads; give a multiple of the "
+                "number of heads, or of 64."
+            )
+        head_size = self.width // num_heads
         return ModelConfig(
             family="qwen3",
             vocab_size=vocab_size,
             width=self.width,
             feed_forward_width=self.feed_forward_width,
             num_layers=self.num_layers,
-            num_query_heads=self.num_query_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_size=self.head_size,
+            num_query_heads=num_heads,
+            num_kv_heads=self.num_kv_heads or (1 if num_heads % 2 else num_heads // 2),
+            head_size=head_size,
             max_length=self.max_length,
             norm_epsilon=1e-6,
-            rope=RopeConfig(theta=1e4, rotary_size=self.head_size),
+            rope=RopeConfig(theta=1e4, rotary_size=head_size),
             has_qk_norm=True,
             is_tied=True,
         )
@@ -179,8 +163,7 @@ def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str,
     """Trains a model as `config` says and writes it to `config.out / "model"`.
 
     See `trainer.train`. A result also has `held_out_loss` per domain (nats per token), `model` (the
-    Hugging Face directory) and, with a teacher, `acceptance` per domain, the fields of
-    `TextAcceptance`.
+    Hugging Face directory) and, with a teacher, `acceptance` per domain, see `measure_acceptance`.
     """
     return train(LmTask, config, on_step=on_step)
 
@@ -215,32 +198,26 @@ class LmLoss:
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
         theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
-        loss, acceptance = distillation_loss(
-            logits, theirs, rows.weights, total_variation_weight=_TOTAL_VARIATION_WEIGHT
-        )
+        loss, acceptance = distillation_loss(logits, theirs, rows.weights)
         return loss, {"loss": loss, "acceptance": acceptance}
 
 
 def distillation_loss(
-    logits: jax.Array,
-    teacher_logits: jax.Array,
-    weights: jax.Array,
-    *,
-    total_variation_weight: float,
+    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
     `[B, T]`.
 
-    The loss mixes KL(p || q) with the total variation distance, which is one minus the acceptance
-    rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec, 2310.08461).
+    The loss is half KL(p || q) and half the total variation distance, which is one minus the
+    acceptance rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec,
+    2310.08461).
     """
     log_p = jax.nn.log_softmax(teacher_logits)
     log_q = jax.nn.log_softmax(logits)
     p = jnp.exp(log_p)
     divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
     acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
-    share = total_variation_weight
-    return (1 - share) * divergence + share * (1 - acceptance), acceptance
+    return (divergence + 1 - acceptance) / 2, acceptance
 
 
 def held_out_loss(
@@ -252,11 +229,50 @@ def held_out_loss(
     return loss / weight if weight else math.nan
 
 
+def measure_acceptance(
+    target: tuple[ModelConfig, PyTree],
+    draft: tuple[ModelConfig, PyTree],
+    windows: np.ndarray,
+    end_of_text: int,
+) -> dict[str, float]:
+    """How well a draft model matches a target with the same vocabulary, per predicted token of
+    held-out text.
+
+    The context of each position is the text itself, not what the target would have written, so the
+    rates differ somewhat from those of a decode.
+
+    Args:
+      target: configuration and parameters.
+      draft: likewise.
+      windows: `[num_rows, T + 1]` tokens.
+      end_of_text: id of the token that separates documents.
+
+    Returns:
+      `sampled`, the mean of sum(min(p, q)) at temperature 1, which is the probability that
+      rejection sampling accepts a drafted token (2211.17192, corollary 3.6); `greedy`, the fraction
+      of positions where both have the same most likely token; and `num_tokens`.
+    """
+    sums = functools.partial(_ACCEPTANCE_SUMS, target[0], draft[0], target[1], draft[1])
+    sampled, greedy, num_tokens = data.add_up(sums, windows, end_of_text, 3)
+    count = max(num_tokens, 1.0)
+    return {"sampled": sampled / count, "greedy": greedy / count, "num_tokens": int(num_tokens)}
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
     logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _acceptance_sums(target_config, draft_config, target_params, draft_params, batch):
+    target = decoder.training_logits(target_config, target_params, batch.inputs, batch.segments)
+    draft = decoder.training_logits(draft_config, draft_params, batch.inputs, batch.segments)
+    kept = jnp.sum(jnp.minimum(jax.nn.softmax(target), jax.nn.softmax(draft)), axis=-1)
+    agrees = jnp.argmax(target, axis=-1) == jnp.argmax(draft, axis=-1)
+    weights = batch.weights
+    return jnp.sum(kept * weights), jnp.sum(jnp.where(agrees, weights, 0.0)), jnp.sum(weights)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -267,6 +283,7 @@ def _last_hidden(teacher: ModelConfig, params: PyTree, batch: data.Batch) -> jax
 
 
 _LOSS_SUMS = Program(_loss_sums, "the held-out loss", shapes_vary=True)
+_ACCEPTANCE_SUMS = Program(_acceptance_sums, "the measuring of acceptance", shapes_vary=True)
 _LAST_HIDDEN = Program(_last_hidden, "the teacher's hidden states", shapes_vary=True)
 
 
@@ -300,6 +317,8 @@ class LmTask(Task):
         self.fingerprint = settings.decisive() | {
             "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in self._streams],
             "teacher_checksum": None if teacher is None else checkpoints.checksum(teacher.params),
+            "num_query_heads": self._model.num_query_heads,
+            "num_kv_heads": self._model.num_kv_heads,
         }
         ends = settings.ends()
         self._plan = self._plan_rows(ends[-1].num_steps, times=1, seed=(settings.seed,))
@@ -351,7 +370,7 @@ class LmTask(Task):
         if self._teacher is not None:
             pair = (self._teacher.config, self._teacher.params), (self._model, params)
             figures["acceptance"] = {
-                name: dataclasses.asdict(measure_acceptance(*pair, windows, self._end_of_text))
+                name: measure_acceptance(*pair, windows, self._end_of_text)
                 for name, windows in self._windows(length)
             }
         write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())

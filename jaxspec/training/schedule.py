@@ -36,19 +36,21 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
     """The branches that end after these numbers of tokens.
 
     Raises:
-      SettingError: they do not increase by at least a step, or a decay would begin before the
-        warm-up ends.
+      SettingError: there are none, they do not increase by at least a step, or a decay would
+        begin before the warm-up ends.
     """
     check_between("warmup_steps", warmup_steps, 0, LARGEST_COUNT)
+    if not tokens:
+        raise SettingError("tokens has no number; give one or several.")
     branches: list[Branch] = []
     for each in tokens:
-        check_between("branches", each, 1, LARGEST_NUMBER)
+        check_between("tokens", each, 1, LARGEST_NUMBER)
         num_steps = round(each / step_tokens)
         branch = Branch(tokens=each, leaves_at=_leaves_at(num_steps), num_steps=num_steps)
         if branches and num_steps <= branches[-1].num_steps:
             raise SettingError(
-                f"The branches {branches[-1].tokens} and {each} were given in this order; give "
-                f"tokens that increase, by a step of {step_tokens} at least."
+                f"tokens {branches[-1].tokens} and {each} were given in this order; give numbers "
+                f"that increase, by a step of {step_tokens} at least."
             )
         if branch.leaves_at < warmup_steps:
             enough = max(warmup_steps + 1, int(warmup_steps / (1 - DECAY_SHARE)) - 2)

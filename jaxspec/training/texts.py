@@ -35,7 +35,8 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_can_write, check_regular_file
 from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.options import LARGEST_NUMBER
+from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
+from jaxspec.runtime.values import refusal
 from jaxspec.training import data
 from jaxspec.training.trainer import check_positive, json_object
 
@@ -66,9 +67,8 @@ class TextsConfig:
       exclude: documents whose "source" contains one of these are left out.
       split: whether the texts begin with training documents or, for evaluation, with held-out ones.
       temperature: the target's; 0 is greedy.
-      min_prompt_tokens: length of the shortest beginning in tokens.
-      max_prompt_tokens: length of the longest; lengths between the two are spread evenly on a log
-        scale.
+      prompt_tokens: lengths of the shortest and the longest beginning in tokens; lengths between
+        the two are spread evenly on a log scale.
       output_tokens: length of a continuation in tokens, unless the target ends it sooner.
       batch_size: number of texts written at a time.
       drafter: as in `jaxspec generate --drafter`; it changes the speed, not the texts. Default: for
@@ -84,22 +84,18 @@ class TextsConfig:
     exclude: tuple[str, ...] = ()
     split: Split = "train"
     temperature: float = 0.0
-    min_prompt_tokens: int = 4
-    max_prompt_tokens: int = 96
+    prompt_tokens: tuple[int, int] = (4, 96)
     output_tokens: int = 128
     batch_size: int = 16
     drafter: str | None = None
     seed: int = 0
 
     def __post_init__(self):
-        check_positive(self, "tokens", most=LARGEST_NUMBER)
-        counts = ("min_prompt_tokens", "max_prompt_tokens", "output_tokens", "batch_size")
-        check_positive(self, *counts)
-        if self.max_prompt_tokens < self.min_prompt_tokens:
-            raise SettingError(
-                f"max_prompt_tokens {self.max_prompt_tokens} is below min_prompt_tokens "
-                f"{self.min_prompt_tokens}; raise the first or lower the second."
-            )
+        check_between("tokens", self.tokens, 1, LARGEST_NUMBER)
+        check_positive(self, "output_tokens", "batch_size")
+        lengths = self.prompt_tokens
+        if len(lengths) != 2 or not 1 <= lengths[0] <= lengths[1] <= LARGEST_COUNT:
+            raise refusal("prompt_tokens", lengths, "the least number, at least 1, and the most")
         if not 0 <= self.seed < 2**31:
             raise SettingError(f"seed is {self.seed}; it must lie in [0, 2**31).")
         SamplingParams(temperature=self.temperature)  # raises now, before a file is begun
@@ -112,7 +108,7 @@ class Text(NamedTuple):
       domain: the domain of the corpus.
       source: the document's source.
       prompt: token ids of the beginning.
-      output: token ids that the target wrote.
+      output: token ids that the target wrote; none yet of a text that `make_prompts` begins.
     """
 
     domain: str
@@ -133,14 +129,6 @@ class Texts:
 
     header: dict[str, Any]
     texts: list[Text]
-
-
-class Prompt(NamedTuple):
-    """The beginning of a text that has yet to be written."""
-
-    domain: str
-    source: str
-    token_ids: list[int]
 
 
 def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[str, Any]:
@@ -176,10 +164,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         config.out.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(config.out.resolve()):
             done = _continued(config.out, header)
-            num_tokens = sum(len(text.output) for text in done)
-            num_prompt_tokens = sum(len(text.prompt) for text in done)
-            counts = collections.Counter(text.domain for text in done)
-            num_before = num_tokens
+            num_before = num_tokens = sum(len(text.output) for text in done)
             written_s = time.perf_counter()
             with (
                 config.out.open("a", encoding="utf-8") as file,
@@ -189,11 +174,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
                     text = next(texts)
                     file.write(json_text(text._asdict(), separators=(",", ":")) + "\n")
                     file.flush()
-                    counts[text.domain] += 1
+                    done.append(text)
                     num_tokens += len(text.output)
-                    num_prompt_tokens += len(text.prompt)
                     if on_text is not None:
-                        on_text(counts.total(), num_tokens)
+                        on_text(len(done), num_tokens)
                 os.fsync(file.fileno())
     except OSError as error:
         raise CheckpointError(
@@ -202,10 +186,10 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
         ) from error
     now_s = time.perf_counter()
     return {
-        "texts": counts.total(),
+        "texts": len(done),
         "tokens": num_tokens,
-        "prompt_tokens": num_prompt_tokens,
-        "texts_by_domain": dict(counts),
+        "prompt_tokens": sum(len(text.prompt) for text in done),
+        "texts_by_domain": dict(collections.Counter(text.domain for text in done)),
         "new_tokens": num_tokens - num_before,
         "tokens_per_s": (num_tokens - num_before) / (now_s - written_s),
         "wall_s": now_s - start_s,
@@ -260,7 +244,7 @@ def make_prompts(
     domains: Sequence[data.Domain],
     documents: Mapping[str, Sequence[data.Document]],
     tokenizer: TextTokenizer,
-) -> Iterator[Prompt]:
+) -> Iterator[Text]:
     """Endless beginnings of passages: the domain is drawn by weight, and the passages of a domain
     come in random order, each once per pass."""
     streams = {
@@ -269,15 +253,17 @@ def make_prompts(
     }
     shares = np.array([domain.weight for domain in domains])
     shares /= shares.sum()
-    shortest, longest = math.log(config.min_prompt_tokens), math.log(config.max_prompt_tokens + 1)
+    least, most = config.prompt_tokens
+    shortest, longest = math.log(least), math.log(most + 1)
     rng = np.random.default_rng(config.seed)
     while True:
         name = domains[rng.choice(len(domains), p=shares)].name
         length = math.floor(math.exp(rng.uniform(shortest, longest)))
         source, passage = next(streams[name])
-        token_ids = tokenizer.encode(passage[: _CHARACTERS_PER_TOKEN * config.max_prompt_tokens])
+        token_ids = tokenizer.encode(passage[: _CHARACTERS_PER_TOKEN * most])
         # Leaves some of the passage to be continued.
-        yield Prompt(name, source, token_ids[: max(1, min(length, len(token_ids) - 1))])
+        prompt = token_ids[: max(1, min(length, len(token_ids) - 1))]
+        yield Text(name, source, prompt, [])
 
 
 def _passages(
@@ -327,8 +313,8 @@ def _header(
         "split": config.split,
         "domains": list(config.domains),
         "documents": digest.hexdigest(),
-        "min_prompt_tokens": config.min_prompt_tokens,
-        "max_prompt_tokens": config.max_prompt_tokens,
+        "min_prompt_tokens": config.prompt_tokens[0],
+        "max_prompt_tokens": config.prompt_tokens[1],
         "output_tokens": config.output_tokens,
         "seed": config.seed,
     }
@@ -355,16 +341,16 @@ def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
 
 
 def _written(
-    config: TextsConfig, target: LanguageModel, prompts: Iterator[Prompt], num_done: int
+    config: TextsConfig, target: LanguageModel, prompts: Iterator[Text], num_done: int
 ) -> Generator[Text, None, None]:
     """An endless sequence of texts, starting after the first `num_done` prompts."""
     drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
-    longest = config.max_prompt_tokens + config.output_tokens
+    longest = config.prompt_tokens[1] + config.output_tokens
     engine = Engine(target, drafter, batch_size=config.batch_size, max_length=longest + 32)
     numbered = itertools.islice(enumerate(prompts), num_done, None)
     while chunk := list(itertools.islice(numbered, _NUM_REQUESTS)):
         requests = make_requests(
-            [prompt.token_ids for _, prompt in chunk],
+            [text.prompt for _, text in chunk],
             [
                 SamplingParams(
                     max_tokens=config.output_tokens,
@@ -377,15 +363,13 @@ def _written(
             longest=engine.longest_prompt,
         )
         with contextlib.closing(engine.run(requests)) as completions:
-            for (number, prompt), completion in zip(chunk, completions, strict=True):
+            for (number, text), completion in zip(chunk, completions, strict=True):
                 if completion.finish_reason == "abort":
                     raise ModelError(
                         f"Text {number} of {config.target} ended by itself "
                         f"({completion.stop_reason}); check the target's weights."
                     )
-                yield Text(
-                    prompt.domain, prompt.source, prompt.token_ids, list(completion.token_ids)
-                )
+                yield text._replace(output=list(completion.token_ids))
 
 
 def _text(fields: dict[str, Any], vocab_size: int) -> Text | None:

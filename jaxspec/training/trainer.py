@@ -21,13 +21,14 @@ import math
 import pathlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar, TypeAlias
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import rich.progress
+import tyro
 
 from jaxspec.errors import CheckpointError, SettingError
 from jaxspec.runtime.compilation import Program
@@ -50,7 +51,10 @@ _LOG_EVERY = 20  # steps between log lines
 _CLIP_NORM = 1.0
 
 OnStep: TypeAlias = Callable[[int, dict[str, float]], None]
-Report: TypeAlias = Callable[[int, dict[str, float]], None]
+T = TypeVar("T")
+NoOption: TypeAlias = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
+"""A setting of the library that is no option of a command."""
+Tokens: TypeAlias = Annotated[int | tuple[int, ...], tyro.conf.arg(metavar="INT [INT ...]")]
 
 
 # Settings and tasks
@@ -62,7 +66,8 @@ class TrainSettings:
 
     Attributes:
       out: directory of the run, for checkpoints, log, result and what was trained.
-      tokens: total number of training tokens.
+      tokens: number of training tokens. Several, in increasing order, make a run with branches,
+        which exports what was trained after each; a finished one may be resumed with further ones.
       batch_tokens: tokens per step.
       sequence_length: tokens per row.
       learning_rate: the peak, reached after `warmup_steps`; the last sixth of the steps lowers it
@@ -70,45 +75,38 @@ class TrainSettings:
       warmup_steps: number of steps of the warm-up.
       resume: continue the run in `out`.
       seed: seed of parameters and row order.
-      evaluate_every: steps between measurements on held-out texts.
-      checkpoint_every: steps between checkpoints.
+      checkpoint_every: steps between checkpoints, each followed by a measurement on held-out texts.
     """
 
-    # Settings that do not decide what is trained, so a run may be resumed with others. `tokens` and
-    # branches decide where it ends, which the trainer adds.
+    # Settings that do not decide what is trained, so a run may be resumed with others. `tokens`
+    # decide where it ends, which the trainer adds.
     FREE: ClassVar[tuple[str, ...]] = (
         "out",
         "tokens",
-        "branches",
         "resume",
-        "evaluate_every",
         "checkpoint_every",
     )
 
     out: pathlib.Path
-    tokens: int = 1_000_000
+    tokens: Tokens = 1_000_000
     batch_tokens: int = 2048
     sequence_length: int = 512
     learning_rate: float = 1e-3
     warmup_steps: int = 40
     resume: bool = False
     seed: int = 0
-    evaluate_every: int = 200
     checkpoint_every: int = 100
 
     def __post_init__(self):
-        check_positive(self, "tokens", most=LARGEST_NUMBER)
-        check_positive(
-            self, "batch_tokens", "sequence_length", "evaluate_every", "checkpoint_every"
-        )
+        check_positive(self, "batch_tokens", "sequence_length", "checkpoint_every")
         check_between("learning_rate", self.learning_rate, 0, LARGEST_RATE, excludes_least=True)
         check_between("seed", self.seed, 0, LARGEST_NUMBER)
         self.ends()  # raises now, before a model or a text is read
 
     @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        """The token counts of a run with several ends; none for a run with one end."""
-        return ()
+    def has_branches(self) -> bool:
+        """Whether the run has branches."""
+        return isinstance(self.tokens, tuple)
 
     @property
     def num_rows(self) -> int:
@@ -123,14 +121,14 @@ class TrainSettings:
     def ends(self) -> list[Branch]:
         """Where the run ends, in steps."""
         return plan_branches(
-            self.branch_tokens or (self.tokens,),
+            self.tokens if isinstance(self.tokens, tuple) else (self.tokens,),
             step_tokens=self.step_tokens,
             warmup_steps=self.warmup_steps,
         )
 
     def directory(self, end: Branch) -> pathlib.Path:
         """The directory that what ends there is written to."""
-        return branch_directory(self.out, end.tokens) if self.branch_tokens else self.out
+        return branch_directory(self.out, end.tokens) if self.has_branches else self.out
 
     def decisive(self) -> dict[str, Any]:
         """The settings that decide what is trained, as JSON values."""
@@ -222,7 +220,7 @@ def train(make_task: type[Task], settings: Any, *, on_step: OnStep | None = None
                 )
         start_s = time.perf_counter()
         run = _Run(make_task(settings), on_step)
-        result = run.grow() if settings.branch_tokens else run.finish(settings.ends()[0])
+        result = run.grow() if settings.has_branches else run.finish(settings.ends()[0])
         result["wall_s"] = time.perf_counter() - start_s
         write_result(settings.out, result)
         return result
@@ -285,29 +283,20 @@ class _Run:
                 f"The checkpoint in {out} is of step {num_done}, and the run ends after step "
                 f"{num_steps}; it is of another run, so train again."
             )
+        how = {"loss": task.loss, "optimizer": task.optimizer}
+        peak, warmup_steps = settings.learning_rate, settings.warmup_steps
         with _progress(out, settings.step_tokens, first=num_done, last=num_steps) as report:
             for index in range(num_done, num_steps):
-                rate = rate_at(
-                    index,
-                    learning_rate=settings.learning_rate,
-                    warmup_steps=settings.warmup_steps,
-                    branch=end,
-                )
-                state, found = self._step(
-                    state,
-                    task.frozen,
-                    task.batch(index, end),
-                    np.float32(rate),
-                    loss=task.loss,
-                    optimizer=task.optimizer,
-                )
+                rate = rate_at(index, learning_rate=peak, warmup_steps=warmup_steps, branch=end)
+                batch = task.batch(index, end)
+                state, found = self._step(state, task.frozen, batch, np.float32(rate), **how)
                 num_done = index + 1
                 metrics = {name: float(value) for name, value in found.items()}
                 _check_finite(metrics["loss"], num_done, settings.learning_rate)
                 if num_done % settings.checkpoint_every == 0 or num_done == num_steps:
                     self._save(out, state, num_done, end, metrics)
-                if num_done % settings.evaluate_every == 0 and num_done < num_steps:
-                    metrics |= task.evaluate(state.params)
+                    if num_done < num_steps:
+                        metrics |= task.evaluate(state.params)
                 report(num_done, metrics)
                 if self._on_step is not None:
                     self._on_step(num_done, metrics)
@@ -370,15 +359,12 @@ class _Run:
 
 
 @functools.lru_cache
-def make_optimizer(
-    *, weight_decay: float = 0.0, clip_value: float | None = None
-) -> optax.GradientTransformation:
+def make_optimizer(*, weight_decay: float = 0.0) -> optax.GradientTransformation:
     """AdamW at learning rate 1, whose updates `train_step` multiplies by the step's own, on
-    gradients that are clipped to a global norm of 1 or, with `clip_value`, elementwise to that
-    size; only matrices decay. Equal settings give the same object, so that their runs share a
-    compiled step."""
+    gradients that are clipped to a global norm of 1; only matrices decay. Equal settings give the
+    same object, so that their runs share a compiled step."""
     return optax.chain(
-        optax.clip_by_global_norm(_CLIP_NORM) if clip_value is None else optax.clip(clip_value),
+        optax.clip_by_global_norm(_CLIP_NORM),
         optax.adamw(
             1.0,
             b1=0.9,
@@ -435,14 +421,14 @@ def branch_directory(out: pathlib.Path, tokens: int) -> pathlib.Path:
     return out / "branches" / str(tokens)
 
 
-def check_positive(settings: Any, *names: str, most: int = LARGEST_COUNT) -> None:
-    """Raises `SettingError` unless these settings are whole numbers from 1 to `most`, or None."""
+def check_positive(settings: Any, *names: str) -> None:
+    """Raises `SettingError` unless these settings are whole numbers of at least 1, or None."""
     for name in names:
         value = getattr(settings, name)
         if value is not None and not value >= 1:
             raise SettingError(f"{name} is {value}; it must be a positive number.")
         if value is not None:
-            check_between(name, value, 1, most)
+            check_between(name, value, 1, LARGEST_COUNT)
 
 
 def check_out(out: pathlib.Path, *, resume: bool) -> None:
@@ -543,7 +529,7 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
 
 
 @contextlib.contextmanager
-def _progress(out: pathlib.Path, step_tokens: int, *, first: int, last: int) -> Iterator[Report]:
+def _progress(out: pathlib.Path, step_tokens: int, *, first: int, last: int) -> Iterator[OnStep]:
     """A progress bar, a line every so many steps, and the same figures in `log.jsonl`: the function
     that it yields takes the number of steps done and their metrics."""
     columns = (

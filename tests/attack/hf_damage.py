@@ -108,10 +108,9 @@ def checkpoint(directory: Path, seed: int) -> str:
     rng = random.Random(seed)
     family = rng.choice(FAMILIES)
     undamaged(directory, family, num_shards=rng.choice((1, 3)))
-    damage = rng.choices(
-        (_a_field, _a_shard, _another_place, _bytes, _header), weights=(10, 2, 5, 6, 4)
-    )[0]
-    return f"{seed} {family}: {damage(directory, rng)}"
+    kinds = (_a_field, _a_shard, _another_place, _bytes, _header)
+    done = rng.choices(kinds, weights=(10, 2, 5, 6, 4))[0](directory, rng)
+    return f"{seed} {family}: {done}"
 
 
 def _a_field(directory: Path, rng: random.Random) -> str:
@@ -139,10 +138,7 @@ def _a_shard(directory: Path, rng: random.Random) -> str:
 
 def _another_place(directory: Path, rng: random.Random) -> str:
     path = directory / rng.choice(sorted(file.name for file in directory.iterdir()))
-    place = rng.choice(sorted(PLACES))
-    path.unlink()
-    PLACES[place](path)
-    return f"{path.name} is {place}"
+    return f"{path.name} {replace(path, rng)}"
 
 
 def _bytes(directory: Path, rng: random.Random) -> str:
@@ -150,20 +146,29 @@ def _bytes(directory: Path, rng: random.Random) -> str:
     path = directory / rng.choice(
         sorted(file.name for file in directory.iterdir() if file.suffix != ".safetensors")
     )
-    return f"{path.name} has {_damage(path, rng, path.stat().st_size)}"
+    return f"{path.name} {damage(path, rng, path.stat().st_size)}"
 
 
 def _header(directory: Path, rng: random.Random) -> str:
     path = rng.choice(sorted(directory.glob("*.safetensors")))
     length = 8 + int.from_bytes(path.read_bytes()[:8], "little")
-    return f"{path.name} has {_damage(path, rng, rng.choice((8, length)))}"
+    return f"{path.name} {damage(path, rng, rng.choice((8, length)))}"
 
 
-def _damage(path: Path, rng: random.Random, length: int) -> str:
-    """Damages a file within its first `length` bytes."""
+def replace(path: Path, rng: random.Random) -> str:
+    """Puts something else in a file's place; returns what was done."""
+    place = rng.choice(sorted(PLACES))
+    path.unlink()
+    PLACES[place](path)
+    return f"is {place}"
+
+
+def damage(path: Path, rng: random.Random, length: int) -> str:
+    """Damages a file within its first `length` bytes; returns what was done."""
     content = bytearray(path.read_bytes())
     at = rng.randrange(length)
-    kind = rng.choice(("a changed byte", "a flipped bit", "a cut", "a hole", "a repetition"))
+    kinds = ("a changed byte", "a flipped bit", "a cut", "a hole", "a repetition", "more bytes")
+    kind = rng.choice(kinds)
     if kind == "a changed byte":
         content[at] = rng.choice(b'09.-"{}[]:,aZ\0\xff')
     elif kind == "a flipped bit":
@@ -172,7 +177,9 @@ def _damage(path: Path, rng: random.Random, length: int) -> str:
         del content[at:]
     elif kind == "a hole":
         del content[at : at + rng.randrange(1, 20)]
-    else:
+    elif kind == "a repetition":
         content[at:at] = content[at : at + rng.randrange(1, 20)]
+    else:
+        content += rng.randbytes(rng.randrange(1, 100))
     path.write_bytes(content)
-    return f"{kind} at {at}"
+    return f"has {kind} at {at}"

@@ -63,15 +63,15 @@ def _attack(root, seeds: range, record_property) -> Tally:
 
 
 def test_some_checkpoints(tmp_path, record_property):
-    tally = _attack(tmp_path, range(200), record_property)
+    tally = _attack(tmp_path, range(50), record_property)
     # The damage is real, and does not hit everything.
-    assert tally.counts["refused"] > 100
-    assert tally.counts["unchanged"] > 20
+    assert tally.counts["refused"] > 20
+    assert tally.counts["unchanged"] > 5
 
 
 @pytest.mark.slow
 def test_many_checkpoints(tmp_path, record_property):
-    _attack(tmp_path, range(200, 2500), record_property)
+    _attack(tmp_path, range(50, 2500), record_property)
 
 
 @pytest.mark.parametrize("family", hf_damage.FAMILIES)

@@ -25,7 +25,7 @@ from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.prompts import load_prompts
 from jaxspec.runtime import files
 from jaxspec.training import checkpoints, trainer
-from jaxspec.training.lm import load_run
+from jaxspec.training.lm_runs import load_run
 from jaxspec.training.texts import read_texts
 
 DEVICE = pathlib.Path(__file__).parents[2] / "docs" / "results" / "decode-cpu.json"

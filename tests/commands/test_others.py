@@ -158,7 +158,7 @@ def test_train(cli, refused, monkeypatch, tmp_path):
     assert shown.document["held_out_loss"]["math"] == 2.0
     assert shown.document["config"]["tokens"] == 123456
     monkeypatch.undo()
-    assert "must be a positive number" in refused(*args[:-1], 0)
+    assert "tokens 0 was given" in refused(*args[:-1], 0)
 
 
 def test_documents_are_what_json_reads_back(tmp_path):

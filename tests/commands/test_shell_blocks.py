@@ -65,8 +65,8 @@ NOT_RUN = {
 # Beginnings of lines that take hours in the sizes that they state, and options that are added to
 # run them here.
 LM = "--tokens 4096 --batch-tokens 512 --width 32 --feed-forward-width 64 --num-layers 1 "
-LM += "--vocab-size 300 --evaluate-tokens 512 --warmup-steps 2"
-BRANCHES = "--branches 4096 8192 12288 --batch-tokens 512 --warmup-steps 2"
+LM += "--vocab-size 300 --warmup-steps 2"
+BRANCHES = "--tokens 4096 8192 12288 --batch-tokens 512 --warmup-steps 2"
 STEPS = "--tokens 8192 --batch-tokens 1024 --warmup-steps 2"
 SHORTENED = {
     "jaxspec train lm --corpora DIRECTORY --out runs/lm": LM,
@@ -75,7 +75,7 @@ SHORTENED = {
     "jaxspec train texts": "--tokens 6000",
     "jaxspec train heads --kind clover --target MODEL --texts texts.jsonl --out CURVE": BRANCHES,
     "jaxspec train heads --kind clover --target demo-target --texts demo.jsonl --held-out "
-    "held-out.jsonl --branches": "--branches 8192 16384 24576 32768 --warmup-steps 2",
+    "held-out.jsonl --tokens 250000": "--tokens 8192 16384 24576 32768 --warmup-steps 2",
     "jaxspec train heads": STEPS,
     "jaxspec train flexdraft": STEPS,
     "jaxspec bench drafters": "--batch-sizes 1 --max-tokens 8 --repeats 1",

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import ast
 import math
-import subprocess
 import sys
 import types
 import typing
 from pathlib import Path
 
 import numpy as np
+import release
 
-HERE = Path(__file__).parent
 SOURCE, MODEL = "clover/model/clover2.py", "Clover2Model"
 WIDTH, FEED_FORWARD, VOCAB_SIZE, NUM_HEADS, NUM_TOKENS, SEED = 32, 48, 61, 3, 9, 13
 FIELDS = {
@@ -47,31 +46,28 @@ def release_names(checkout: Path) -> dict[str, typing.Any]:
     names: dict[str, typing.Any] = {name: getattr(typing, name) for name in typing.__all__}
     names |= {"torch": torch, "nn": torch.nn, "F": torch.nn.functional, "math": math}
     names |= {"ACT2FN": ACT2FN, "np": np}
-    parsed = ast.parse((checkout / SOURCE).read_text())
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    parsed.body = [node for node in parsed.body if isinstance(node, kinds)]
-    exec(compile(parsed, SOURCE, "exec"), names)
-    return names
+    keeps = lambda node: isinstance(node, ast.ClassDef | ast.FunctionDef)  # noqa: E731
+    return release.compiled((checkout / SOURCE).read_text(), SOURCE, keeps, names)
 
 
 def make(checkout: Path) -> dict[str, np.ndarray]:
     """Weights under the release's names, hidden states, tokens, and the logits of every head."""
     import torch
 
-    release = release_names(checkout)
+    theirs = release_names(checkout)
     given = {name: value for name, value in FIELDS.items() if name != "clover"}
     config = types.SimpleNamespace(
         **given, hidden_act="silu", pretraining_tp=1, rope_scaling=None, pad_token_id=None
     )
-    norm = lambda: release["LlamaRMSNorm"](WIDTH, eps=config.rms_norm_eps)  # noqa: E731
-    connection = lambda: release["ResAttentionBlock"](WIDTH, 4, config.rms_norm_eps)  # noqa: E731
-    model = release[MODEL].__new__(release[MODEL])
+    norm = lambda: theirs["LlamaRMSNorm"](WIDTH, eps=config.rms_norm_eps)  # noqa: E731
+    connection = lambda: theirs["ResAttentionBlock"](WIDTH, 4, config.rms_norm_eps)  # noqa: E731
+    model = theirs[MODEL].__new__(theirs[MODEL])
     torch.nn.Module.__init__(model)
     model.config_clover = types.SimpleNamespace(num_heads=NUM_HEADS, num_layers=2)
     model.gradient_checkpointing = False
     model.clover_embed_tokens = torch.nn.Embedding(VOCAB_SIZE, WIDTH)
     model.layers = torch.nn.ModuleList(
-        release["LlamaDecoderLayer"](config, 1 + index) for index in range(2)
+        theirs["LlamaDecoderLayer"](config, 1 + index) for index in range(2)
     )
     model.clover_norm, model.clover_head_norm = norm(), norm()
     model.clover_head_mlp = torch.nn.Linear(WIDTH, WIDTH)
@@ -103,17 +99,9 @@ def make(checkout: Path) -> dict[str, np.ndarray]:
 
 def main(checkout: Path) -> None:
     """Writes the file."""
-    told = ("git", "-C", str(checkout), "rev-parse", "HEAD")
-    commit = subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
-    arrays = {
-        "repository": np.array("https://github.com/XiaoBin1992/clover"),
-        "commit": np.array(commit),
-        "source": np.array(SOURCE),
-        "seed": np.array(SEED),
-    } | make(checkout)
-    path = HERE / "heads" / "clover2.npz"
-    np.savez_compressed(path, **arrays)
-    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+    repository = "https://github.com/XiaoBin1992/clover"
+    commit = release.commit_of(checkout)
+    release.write("clover2", repository, commit, SOURCE, SEED, make(checkout))
 
 
 if __name__ == "__main__":

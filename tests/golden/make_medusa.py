@@ -11,15 +11,13 @@ from.
 
 from __future__ import annotations
 
-import ast
-import subprocess
 import sys
 import types
 from pathlib import Path
 
 import numpy as np
+import release
 
-HERE = Path(__file__).parent
 SOURCE, CLASSES = "medusa/model/medusa_model.py", ("ResBlock", "MedusaModelABC")
 WIDTH, VOCAB_SIZE, NUM_HEADS, NUM_TOKENS, SEED = 32, 61, 3, 5, 7
 
@@ -30,10 +28,8 @@ def release_classes(checkout: Path) -> dict[str, type]:
 
     tokenizers = types.SimpleNamespace(from_pretrained=lambda name: None)
     names = {"torch": torch, "nn": torch.nn, "AutoTokenizer": tokenizers}
-    parsed = ast.parse((checkout / SOURCE).read_text())
-    parsed.body = [node for node in parsed.body if getattr(node, "name", None) in CLASSES]
-    exec(compile(parsed, SOURCE, "exec"), names)
-    return {name: names[name] for name in CLASSES}
+    keeps = lambda node: getattr(node, "name", None) in CLASSES  # noqa: E731
+    return release.compiled((checkout / SOURCE).read_text(), SOURCE, keeps, names)
 
 
 def make(checkout: Path, num_layers: int) -> dict[str, np.ndarray]:
@@ -75,21 +71,13 @@ def make(checkout: Path, num_layers: int) -> dict[str, np.ndarray]:
 
 def main(checkout: Path) -> None:
     """Writes the file."""
-    told = ("git", "-C", str(checkout), "rev-parse", "HEAD")
-    commit = subprocess.run(told, check=True, capture_output=True, text=True).stdout.strip()
     arrays = {
-        "repository": np.array("https://github.com/FasterDecoding/Medusa"),
-        "commit": np.array(commit),
-        "source": np.array(SOURCE),
-        "seed": np.array(SEED),
+        f"{num_layers}/{name}": array
+        for num_layers in (1, 2)
+        for name, array in make(checkout, num_layers).items()
     }
-    for num_layers in (1, 2):
-        made = make(checkout, num_layers)
-        arrays |= {f"{num_layers}/{name}": array for name, array in made.items()}
-    path = HERE / "heads" / "medusa.npz"
-    path.parent.mkdir(exist_ok=True)
-    np.savez_compressed(path, **arrays)
-    print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
+    repository = "https://github.com/FasterDecoding/Medusa"
+    release.write("medusa", repository, release.commit_of(checkout), SOURCE, SEED, arrays)
 
 
 if __name__ == "__main__":

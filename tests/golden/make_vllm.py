@@ -11,7 +11,6 @@ hidden states, the logits, and where they came from.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import sys
 import types
@@ -19,8 +18,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+import release
 
-HERE = Path(__file__).parent
+SOURCE = "vllm/model_executor/models/medusa.py"
 CLASSES = ("ResidualBlock", "Medusa")
 WIDTH, VOCAB_SIZE, NUM_HEADS, NUM_TOKENS, SEED = 32, 61, 3, 5, 11
 # Fields of `config.json`. `truncated` has a bias, one head for all, and logits of some tokens,
@@ -66,10 +66,8 @@ def release_classes(source: str) -> dict[str, type]:
         "default_weight_loader": load,
         "maybe_prefix": lambda prefix, name: name,
     }
-    parsed = ast.parse(source)
-    parsed.body = [node for node in parsed.body if getattr(node, "name", None) in CLASSES]
-    exec(compile(parsed, "medusa.py", "exec"), names)
-    return {name: names[name] for name in CLASSES}
+    keeps = lambda node: getattr(node, "name", None) in CLASSES  # noqa: E731
+    return release.compiled(source, SOURCE, keeps, names)
 
 
 def make(source: str, fields: dict[str, int | bool]) -> dict[str, np.ndarray]:
@@ -110,19 +108,13 @@ def make(source: str, fields: dict[str, int | bool]) -> dict[str, np.ndarray]:
 def main(path: Path, commit: str) -> None:
     """Writes the file."""
     content = path.read_bytes()
-    arrays = {
-        "repository": np.array("https://github.com/vllm-project/vllm"),
-        "commit": np.array(commit),
-        "source": np.array("vllm/model_executor/models/medusa.py"),
-        # As `git rev-parse COMMIT:SOURCE` gives it.
-        "blob": np.array(hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()),
-        "seed": np.array(SEED),
-    }
+    # As `git rev-parse COMMIT:SOURCE` gives it.
+    blob = hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+    arrays = {"blob": np.array(blob)}
     for name, fields in FORMS.items():
         arrays |= {f"{name}/{key}": array for key, array in make(content.decode(), fields).items()}
-    written = HERE / "heads" / "vllm.npz"
-    np.savez_compressed(written, **arrays)
-    print(f"{written.name}: {written.stat().st_size / 1000:.0f} kB")
+    repository = "https://github.com/vllm-project/vllm"
+    release.write("vllm", repository, commit, SOURCE, SEED, arrays)
 
 
 if __name__ == "__main__":

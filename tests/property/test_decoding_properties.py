@@ -253,7 +253,7 @@ HOW = {
 }
 
 
-@settings(max_examples=60, **HOW)
+@settings(max_examples=25, **HOW)
 @given(example=examples())
 def test_output_is_plain_decodings_and_counts_add_up(engine, witness, fresh_kv, example):
     check(engine, witness, fresh_kv, example)

@@ -47,9 +47,8 @@ INTERRUPTED = (143, "", "interrupted\n")
 
 
 def command(code: str, directory: pathlib.Path, *args: object) -> list[str]:
-    """A program in `directory` that may import `slow` and has the names of `program` (helpers)."""
+    """A program in `directory` that has the names of `HELPERS`."""
     (directory / "program.py").write_text(HELPERS)
-    (directory / "slow.py").write_text(SLOW_MODULE)
     return [sys.executable, "-c", f"from program import *\n{code}", *map(str, args)]
 
 
@@ -111,25 +110,30 @@ exit_with(main)
         process.communicate()
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize(("work", "num_sent"), [(IN_PYTHON, 2), (IN_COMPILED_CODE, 1)])
-def test_a_signal_ends_the_program_after_it_is_cleaned_up(
-    start, tmp_path, number, status, work, num_sent
-):
+@pytest.mark.parametrize(
+    ("work", "number", "num_sent"),
+    [
+        (IN_PYTHON, signal.SIGTERM, 2),  # `timeout` sends two, and one is meant
+        (IN_COMPILED_CODE, signal.SIGINT, 1),
+    ],
+)
+def test_a_signal_ends_the_program_after_it_is_cleaned_up(start, tmp_path, work, number, num_sent):
     process = start(work, cleaning="time.sleep(0.1)")
-    for _ in range(num_sent):  # `timeout` sends two, and one is meant
+    for _ in range(num_sent):
         process.send_signal(number)
     assert process.communicate(timeout=60) == ("", "interrupted\n")
-    assert process.returncode == status
+    assert process.returncode == 128 + number
     assert (tmp_path / "cleaned").exists()
 
 
 @pytest.mark.parametrize(
-    ("work", "cleaning"),
-    [(IN_PYTHON, "time.sleep(100)"), (f"with uninterrupted: {IN_PYTHON}", "pass")],
-    ids=["in the clean-up", "in an uninterrupted block"],
+    ("work", "cleaning", "is_repeated"),
+    [
+        (IN_PYTHON, "time.sleep(100)", False),
+        (IN_PYTHON, "time.sleep(100)", True),
+        (f"with uninterrupted: {IN_PYTHON}", "pass", True),
+    ],
 )
-@pytest.mark.parametrize("is_repeated", [True, False])
 def test_a_program_that_does_not_end_is_ended(start, tmp_path, work, cleaning, is_repeated):
     process = start(work, cleaning=cleaning, grace_s=100 if is_repeated else 0.5)
     process.send_signal(signal.SIGINT)
@@ -189,21 +193,9 @@ def test_an_output_that_nobody_reads_does_not_keep_the_process(start):
     assert process.wait(timeout=60) == 130
 
 
-# Moments at which an exception would be wrapped, swallowed or printed
+# Moments at which an exception would be swallowed or printed
 
 CASES = {
-    "in an import": """
-def work():
-    import slow
-""",
-    "in a library that makes another error of everything": """
-def work():
-    try:
-        send()
-    except BaseException as error:
-        raise SystemError("returned a result with an exception set") from error
-    raise SystemError("its file is gone")
-""",
     "in a library that swallows everything": """
 def work():
     for _ in range(200):
@@ -212,28 +204,6 @@ def work():
         except BaseException:
             pass
     print("not reached")
-""",
-    "in a destructor": """
-class Thing:
-    def __del__(self):
-        send()
-        raise ValueError
-
-def work():
-    thing = Thing()
-    del thing
-    print("not reached", flush=True)
-    time.sleep(100)
-""",
-    "in a coroutine": """
-import asyncio
-
-async def load():
-    asyncio.get_running_loop().call_soon(send)
-    await asyncio.gather(*(asyncio.to_thread(time.sleep, 100) for _ in range(4)))
-
-def work():
-    asyncio.run(load())
 """,
     "in a pool of threads, whose exit waits": """
 from concurrent.futures import ThreadPoolExecutor
@@ -281,7 +251,7 @@ def test_a_signal_comes_at_a_bad_moment(case, tmp_path):
     assert run(f"{CASES[case]}\nexit_with(work)", tmp_path) == INTERRUPTED
 
 
-@pytest.mark.parametrize("ending", ["return", "raise ValueError", "return 3"])
+@pytest.mark.parametrize("ending", ["return 3", "raise ValueError"])
 def test_an_uninterrupted_block_is_finished_and_none_begins_afterwards(ending, tmp_path):
     code = f"""
 def work():
@@ -355,7 +325,7 @@ real, is_sent, named = getattr(module, function), False, (".out", "jaxspec-")
 
 def sending(*args, **kwargs):
     global is_sent
-    is_ours = function in ("fsync", "ftruncate") or pathlib.Path(args[0]).name.startswith(named)
+    is_ours = function == "fsync" or pathlib.Path(args[0]).name.startswith(named)
     first = is_ours and not is_sent
     is_sent = is_sent or first
     if first and order == "before":
@@ -393,7 +363,6 @@ exit_with(globals()[write])
 @pytest.mark.parametrize(
     ("write", "function", "order", "left"),
     [
-        ("directory", "mkdir", "before", []),
         ("directory", "mkdir", "after", []),
         ("directory", "rename", "before", ["out"]),
         ("directory", "rename", "after", ["out"]),
@@ -401,11 +370,8 @@ exit_with(globals()[write])
         ("directory", "rmtree", "before", []),
         ("directory", "rmtree", "after", []),
         ("file", "fsync", "before", []),
-        ("file", "replace", "before", []),
         ("file", "replace", "after", ["out"]),
-        ("file", "unlink", "before", []),
         ("lock", "open", "after", []),
-        ("lock", "ftruncate", "after", []),
         ("temporary", "mkdir", "after", []),
     ],
 )

@@ -26,7 +26,6 @@ from jaxspec.training.dual_path import (
 from jaxspec.training.flexdraft import (
     FlexBatch,
     FlexLoss,
-    flexdraft_loss,
     init_flexdraft,
     make_flex_optimizer,
 )
@@ -35,6 +34,7 @@ from jaxspec.training.texts import Text
 from jaxspec.training.trainer import TrainState, train_step
 
 BLOCK = flex.BLOCK
+scored = jax.jit(score_blocks, static_argnums=0)
 
 
 @functools.cache
@@ -57,6 +57,11 @@ def packed(*texts, anchors, row_length=24):
 
 
 @functools.partial(jax.jit, static_argnums=0)
+def loss_of(config, params, target_params, batch, uncalibrated=1.0):
+    return FlexLoss(config)(params, target_params, FlexBatch(batch, jnp.float32(uncalibrated)))
+
+
+@functools.partial(jax.jit, static_argnums=0)
 def hidden_in_training(config, params, target_params, batch):
     clean = clean_keys_values(config, target_params, batch.texts)
     return run_mask_rows(config, params, target_params, clean, batch)
@@ -68,7 +73,8 @@ def hidden_in_drafting(model, drafter, tokens):
     bound = drafter.for_target(model)
     window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
     read = jnp.asarray([tokens], jnp.int32)
-    _, cache = decoder.forward(model.config, model.params, read, window, model.init_cache(1, 32))
+    forward = jax.jit(decoder.forward, static_argnums=0)
+    _, cache = forward(model.config, model.params, read, window, model.init_cache(1, 32))
     params = {"own": bound.params, "target": model.params}
 
     @jax.jit
@@ -155,7 +161,7 @@ def test_clean_rows_have_no_gradients():
     batch = packed(random_text(2, 20), anchors=[2, 3, 11])
 
     def loss(params, target_params):
-        return flexdraft_loss(drafter.config, params, target_params, batch, jnp.float32(1.0))[0]
+        return loss_of(drafter.config, params, target_params, batch)[0]
 
     ours, theirs = jax.jit(jax.grad(loss, argnums=(0, 1)))(drafter.params, unpacked(model.params))
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(ours))
@@ -229,7 +235,7 @@ def test_the_loss_is_the_sum_label_by_label():
                     loss = np.log(np.exp(np.asarray(each)).sum()) - each[label]
                     sums[kind] += weight * loss, weight
     calibrated, uncalibrated = sums[:, 0] / sums[:, 1]
-    loss, metrics = flexdraft_loss(drafter.config, drafter.params, params, batch, jnp.float32(0.25))
+    loss, metrics = loss_of(drafter.config, drafter.params, params, batch, 0.25)
     assert loss == pytest.approx(calibrated + 0.25 * uncalibrated, rel=1e-4)
     assert metrics["calibrated_loss"] == pytest.approx(calibrated, rel=1e-4)
 
@@ -242,15 +248,14 @@ def test_logits_in_parts_are_the_same(monkeypatch):
 
     def made():
         def loss(own):
-            return flexdraft_loss(drafter.config, own, params, batch, jnp.float32(1.0))[0]
+            return loss_of(drafter.config, own, params, batch)[0]
 
-        scores = score_blocks(drafter.config, drafter.params, params, batch)
-        return scores, jax.jit(jax.grad(loss))(drafter.params)
+        jax.clear_caches()
+        return scored(drafter.config, drafter.params, params, batch), jax.grad(loss)(drafter.params)
 
     whole = made()
     num_logits = 2 * BLOCK * model.vocab_size  # of two blocks
     monkeypatch.setattr(dual_path, "_MAX_LOGITS", num_logits)
-    assert dual_path._num_parts(drafter.config, batch) == 3
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole, made())
 
 
@@ -267,7 +272,7 @@ def test_training_starts_from_the_targets_projectors_and_no_calibration():
         for name, leaf in own.items():
             np.testing.assert_array_equal(leaf, theirs[name])
     assert 0.01 < np.std(made["mask"]) < 0.04
-    scores = score_blocks(config, made, params, packed(random_text(2, 20), anchors=[2, 11]))
+    scores = scored(config, made, params, packed(random_text(2, 20), anchors=[2, 11]))
     np.testing.assert_array_equal(scores.loss[..., 1:], scores.calibrated_loss[..., 1:])
 
 
@@ -280,16 +285,10 @@ def test_steps_lower_the_loss_at_both_rates():
     state = TrainState(params=params, optimizer=optimizer.init(params))
     text = Text("tales", "book", [3, 4], [5, 6, 7, 8] * 5)
     batch = FlexBatch(packed(text, anchors=[2, 4, 7, 9, 12]), jnp.float32(1.0))
+    how = {"loss": FlexLoss(config), "optimizer": optimizer}
     losses, moved = [], {}
     for step in range(30):
-        state, metrics = train_step(
-            state,
-            target_params,
-            batch,
-            np.float32(1e-3),
-            loss=FlexLoss(config),
-            optimizer=optimizer,
-        )
+        state, metrics = train_step(state, target_params, batch, np.float32(1e-3), **how)
         losses.append(float(metrics["loss"]))
         if step == 0:  # Adam's first step is as large as the rate
             apart = jax.tree.map(lambda a, b: float(np.abs(a - b).max()), state.params, before)

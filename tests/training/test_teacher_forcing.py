@@ -16,9 +16,15 @@ from jaxspec.drafters.heads.formulas import anchor, apply_head, head_logits
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, forward_features
 from jaxspec.models.prefill import chain_window
-from jaxspec.training import head_accuracy, teacher_forcing
-from jaxspec.training.head_accuracy import RankedText, best_trees
-from jaxspec.training.heads import HeadsLoss, heads_loss, init_heads
+from jaxspec.training import teacher_forcing
+from jaxspec.training.head_accuracy import (
+    RankedText,
+    accuracy_of,
+    best_trees,
+    rank_of,
+    rank_texts,
+)
+from jaxspec.training.heads import HeadsLoss, init_heads
 from jaxspec.training.teacher_forcing import labels_of, last_features, run_heads, target_parts
 from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
@@ -238,15 +244,22 @@ def test_own_heads_begin_as_the_targets():
 # Losses
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def read_by_the_loss(config, params, batch):
+    """The target's normed states and distribution, and what every head makes."""
+    target = target_parts(TARGET, target_params())
+    features = last_features(TARGET, target_params(), batch)
+    normed = target.final_norm(features)
+    made = [each.hidden for each in run_heads(config, params, target, features, batch)]
+    return normed, jax.nn.softmax(target.head(normed)), made
+
+
 def reference_loss(config, params, batch):
     """The loss label by label, in NumPy."""
     logits = np.asarray(logits_in_training(config, params, batch), np.float64)
     tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
-    target = target_parts(TARGET, target_params())
-    features = last_features(TARGET, target_params(), batch)
-    normed = np.asarray(target.final_norm(features), np.float64)
-    p = np.asarray(jax.nn.softmax(target.head(target.final_norm(features))), np.float64)
-    made = list(run_heads(config, params, target, features, batch))
+    read = read_by_the_loss(config, params, batch)
+    normed, p, made = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), read)
     total = 0.0
     for k in range(config.num_heads):
         losses = []
@@ -259,7 +272,7 @@ def reference_loss(config, params, batch):
                 if config.kind != "clover2":
                     losses.append(-log_q[tokens[row, label]])
                     continue
-                apart = np.abs(np.asarray(made[k].hidden)[row, t] - normed[row, label - 1])
+                apart = np.abs(made[k][row, t] - normed[row, label - 1])
                 smooth = np.where(apart < 1, apart**2 / 2, apart - 0.5).mean()
                 losses.append(-(p[row, label - 1] * log_q).sum() + 10 * smooth)
         total += (0.7 if config.kind == "clover2" else 0.8) ** k * np.mean(losses)
@@ -270,7 +283,7 @@ def reference_loss(config, params, batch):
 def test_the_loss_is_that_of_the_paper(kind):
     config, params = random_heads(kind)
     batch = pack_texts([[random_text(3, 6, seed=1), random_text(2, 5, seed=2)]], 18)
-    loss, metrics = heads_loss(config, params, TARGET, target_params(), batch)
+    loss, metrics = jax.jit(HeadsLoss(config, TARGET))(params, target_params(), batch)
     np.testing.assert_allclose(loss, reference_loss(config, params, batch), rtol=1e-4)
     assert set(metrics) == {"loss", "top1/0", "top1/1", "top1/2"}
 
@@ -297,8 +310,8 @@ def test_a_token_of_which_the_head_knows_nothing_leaves_gradients_finite():
     config, params = random_heads("clover", block=None, gate="cosine")
     target = {**target_params(), "head": jnp.zeros_like(target_params()["head"])}
     batch = pack_texts([[random_text(3, 6)]], 9)
-    loss_of = lambda params: heads_loss(config, params, TARGET, target, batch)[0]  # noqa: E731
-    for leaf in jax.tree.leaves(jax.grad(loss_of)(params)):
+    gradients, _ = jax.jit(jax.grad(HeadsLoss(config, TARGET), has_aux=True))(params, target, batch)
+    for leaf in jax.tree.leaves(gradients):
         assert jnp.all(jnp.isfinite(leaf))
 
 
@@ -310,16 +323,15 @@ def test_ranks_are_those_of_top_k():
     for row in range(2):
         _, order = jax.lax.top_k(logits[row], 4)
         labels = jnp.asarray(order, jnp.int32)
-        ranks = head_accuracy.rank_of(jnp.broadcast_to(logits[row], (4, 4)), labels)
+        ranks = rank_of(jnp.broadcast_to(logits[row], (4, 4)), labels)
         assert ranks.tolist() == [0, 1, 2, 3]
 
 
 def test_accuracy_is_counted_label_by_label():
     config, params = random_heads("hydra", num_heads=2)
     texts = [random_text(3, 6, seed=1), random_text(2, 5, seed=2)._replace(domain="sums")]
-    found = head_accuracy.measure_head_accuracy(
-        config, params, (TARGET, target_params()), texts, row_length=12
-    )
+    ranked = rank_texts(config, params, (TARGET, target_params()), texts, row_length=12)
+    found = accuracy_of(ranked)
     assert set(found) == {"all", "tales", "sums"}
     by_hand = {0: [], 1: []}
     for each in texts:
@@ -348,7 +360,7 @@ def test_acceptance_is_counted_where_rounds_begin():
     ranks = np.array(
         [[9, 9], [0, 0], [5, 5], [5, 5], [0, 1], [5, 5], [2, 0], [5, 5], [5, 5], [5, 5]]
     )
-    found = head_accuracy.accuracy_of([RankedText("tales", 3, ranks)])["all"]
+    found = accuracy_of([RankedText("tales", 3, ranks)])["all"]
     assert found.num_tokens == [7, 7]
     assert found.acceptance[0][:3] == pytest.approx([2 / 4, 0, 1 / 4])
     assert found.acceptance[1][:3] == pytest.approx([2 / 3, 1 / 3, 0])
@@ -369,7 +381,6 @@ def test_the_best_tree_is_found_and_its_rounds_are_counted():
 def test_logits_that_are_no_numbers_are_not_counted_as_right():
     config, params = random_heads("medusa", num_heads=1)
     broken = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan), params)
-    found = head_accuracy.measure_head_accuracy(
-        config, broken, (TARGET, target_params()), [random_text(3, 30)], row_length=33
-    )
-    assert found["all"].top1[0] < 0.5
+    pair = TARGET, target_params()
+    ranked = rank_texts(config, broken, pair, [random_text(3, 30)], row_length=33)
+    assert accuracy_of(ranked)["all"].top1[0] < 0.5

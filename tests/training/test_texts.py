@@ -48,8 +48,7 @@ def target(tmp_path_factory):
 def config(out, target, corpora, **overrides):
     settings = {
         "tokens": 100,
-        "min_prompt_tokens": 12,
-        "max_prompt_tokens": 24,
+        "prompt_tokens": (12, 24),
         "output_tokens": 10,
         "batch_size": 4,
     }
@@ -105,15 +104,15 @@ def test_prompts_are_beginnings_of_passages_of_one_split(written, target, corpor
         ("valid", beginnings(held_out, 50)),
     ):
         for prompt in prompts:
-            tokens = prompt.prompt if split == "train" else prompt.token_ids
+            tokens = prompt.prompt
             assert prompt.source.startswith(f"{prompt.domain}/{split}/")
             assert tokenizer.decode(tokens).startswith(
                 f"{prompt.domain} {split}"[: len(tokens) - 1]
             )
             assert 12 <= len(tokens) <= 24
     # Long enough to tell passages apart; a domain has 20.
-    long = dataclasses.replace(held_out, min_prompt_tokens=24)
-    of_tales = [p.token_ids for p in beginnings(long, 60) if p.domain == "tales"][:20]
+    long = dataclasses.replace(held_out, prompt_tokens=(24, 24))
+    of_tales = [p.prompt for p in beginnings(long, 60) if p.domain == "tales"][:20]
     assert len({tuple(tokens) for tokens in of_tales}) == len(of_tales)
 
 
@@ -194,8 +193,8 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
     tiny.save(tmp_path, "bare")
     (tmp_path / "notes.txt").write_text("irreplaceable\n")
     cases = [
-        (SettingError, "positive", lambda: write(tokens=0)),
-        (SettingError, "below min_prompt_tokens", lambda: write(max_prompt_tokens=2)),
+        (SettingError, "tokens 0 was given", lambda: write(tokens=0)),
+        (SettingError, "prompt_tokens .4, 2. was given", lambda: write(prompt_tokens=(4, 2))),
         (SettingError, "seed is -1", lambda: write(seed=-1)),
         (SettingError, "temperature -1", lambda: write(temperature=-1)),
         (SettingError, "in both splits", lambda: beginnings_of_both()),

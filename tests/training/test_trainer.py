@@ -23,14 +23,9 @@ BRANCHES = (60, 120, 240)  # 6, 12 and 24 steps of 10 tokens, 1, 2 and 4 of them
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LineSettings(trainer.TrainSettings):
-    """Of the task below, with two numbers that it draws from the seed."""
+    """Of the task below."""
 
-    branches: tuple[int, ...] = ()
     noise: float = 0.1
-
-    @property
-    def branch_tokens(self) -> tuple[int, ...]:
-        return self.branches
 
 
 def line_loss(params, frozen, batch):
@@ -95,7 +90,6 @@ def config(out, **overrides):
         "learning_rate": 0.1,
         "warmup_steps": 3,
         "checkpoint_every": 2,
-        "evaluate_every": 7,
     }
     return LineSettings(**(settings | overrides))
 
@@ -119,7 +113,7 @@ def whole(tmp_path_factory):
 def grown(tmp_path_factory):
     """A run with branches: its directory and its result."""
     out = tmp_path_factory.mktemp("run") / "grown"
-    return out, train(config(out, branches=BRANCHES))
+    return out, train(config(out, tokens=BRANCHES))
 
 
 def without_time(result, out):
@@ -140,7 +134,7 @@ def test_a_run_says_what_it_did(whole):
     assert checkpoints.latest_step(out) == 24
 
 
-def test_metrics_of_held_out_texts_come_every_so_many_steps(tmp_path):
+def test_metrics_of_held_out_texts_come_with_every_checkpoint(tmp_path):
     with_metrics = []
 
     def on_step(step, metrics):
@@ -148,10 +142,10 @@ def test_metrics_of_held_out_texts_come_every_so_many_steps(tmp_path):
             with_metrics.append(step)
 
     train(config(tmp_path / "out"), on_step=on_step)
-    assert with_metrics == [7, 14, 21]
+    assert with_metrics == list(range(2, 24, 2))
 
 
-@pytest.mark.parametrize("number", [1, 3, 8, 23, 24])
+@pytest.mark.parametrize("number", [1, 3, 24])
 def test_a_resumed_run_is_bit_equal(tmp_path, whole, number):
     part, steps = config(tmp_path / "part"), []
     with pytest.raises(Stopped):
@@ -189,29 +183,27 @@ def test_branches_are_finished_runs(grown):
     assert not (out / "line").exists()
 
 
-@pytest.mark.parametrize("changes", [{"branches": (120,)}, {"tokens": 120}])
-def test_a_branch_is_bit_equal_to_a_run_with_this_end_alone(tmp_path, grown, changes):
-    alone = config(tmp_path / "alone", **changes)
+@pytest.mark.parametrize("has_branches", [True, False])
+def test_a_branch_is_bit_equal_to_a_run_with_this_end_alone(tmp_path, grown, has_branches):
+    alone = config(tmp_path / "alone", tokens=(120,) if has_branches else 120)
     train(alone)
     [end] = alone.ends()
     expected = line_of(grown[0] / "branches" / "120")
     assert line_of(alone.directory(end)) == expected
     # Sabotage: a decay that begins a step later is noticed.
-    late = config(
-        tmp_path / "late", **{name: 130 if name == "tokens" else (130,) for name in changes}
-    )
+    late = config(tmp_path / "late", tokens=(130,) if has_branches else 130)
     train(late)
     assert line_of(late.directory(late.ends()[0])) != expected
 
 
-# In the trunk before and after a checkpoint, in a decay, in the trunk after a branch, at the end of
-# the trunk, in the last decay, at its end.
-@pytest.mark.parametrize("number", [1, 3, 6, 7, 12, 13, 16, 23, 26, 27])
+# In the trunk after a checkpoint, at the end of a decay, in one, in the trunk after a branch, at
+# the end of the trunk, in the last decay.
+@pytest.mark.parametrize("number", [3, 6, 12, 16, 23, 26])
 def test_a_run_with_branches_is_resumed_to_the_bit(tmp_path, grown, number):
-    part = config(tmp_path / "part", branches=BRANCHES)
+    part = config(tmp_path / "part", tokens=BRANCHES)
     with pytest.raises(Stopped):
         train(part, on_step=stop_after(number))
-    result = train(dataclasses.replace(part, resume=number > 1))
+    result = train(dataclasses.replace(part, resume=True))
     assert without_time(result, part.out) == without_time(grown[1], grown[0])
     for tokens in BRANCHES:
         directory = pathlib.Path("branches", str(tokens))
@@ -224,20 +216,20 @@ def files_of(directory):
 
 
 def test_later_branches_are_added_to_a_finished_run(tmp_path, grown):
-    first = config(tmp_path / "run", branches=BRANCHES[:2])
+    first = config(tmp_path / "run", tokens=BRANCHES[:2])
     train(first)
     before = files_of(first.out / "branches" / "60")
-    train(dataclasses.replace(first, branches=BRANCHES, resume=True))
+    train(dataclasses.replace(first, tokens=BRANCHES, resume=True))
     assert line_of(first.out / "branches" / "240") == line_of(grown[0] / "branches" / "240")
     assert files_of(first.out / "branches" / "60") == before
     with pytest.raises(SettingError, match="has taken 20 steps, and a branch of 100 tokens"):
-        train(dataclasses.replace(first, branches=(100,), resume=True))
+        train(dataclasses.replace(first, tokens=(100,), resume=True))
 
 
 def test_the_results_of_a_finished_run_are_read_without_its_texts(grown):
-    settings = config(grown[0], branches=BRANCHES)
+    settings = config(grown[0], tokens=BRANCHES)
     assert trainer.finished_branches(settings) == grown[1]["branches"]
-    assert trainer.finished_branches(dataclasses.replace(settings, branches=(60, 300))) is None
+    assert trainer.finished_branches(dataclasses.replace(settings, tokens=(60, 300))) is None
     with pytest.raises(CheckpointError, match="other values of noise"):
         trainer.finished_branches(dataclasses.replace(settings, noise=0.5))
 
@@ -255,21 +247,14 @@ def test_rates_of_trunk_and_branch():
     np.testing.assert_allclose(np.diff(on_branch[82:]), -1.8 / 17)
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        # (1 - b1) of a gradient of norm 1
-        ({}, [0.1 / np.sqrt(2), -0.1 / np.sqrt(2), 0.0]),
-        ({"clip_value": 0.5}, [0.05, -0.05, 0.0]),
-    ],
-)
-def test_clipping_bounds_what_the_optimizer_sees(settings, expected):
-    optimizer = trainer.make_optimizer(**settings)
+def test_clipping_bounds_what_the_optimizer_sees():
+    optimizer = trainer.make_optimizer()
     params = {"w": jnp.ones((3,))}
     with jax.numpy_dtype_promotion("standard"):  # as in `train_step`
         gradients = {"w": jnp.array([50.0, -50.0, 0.0])}
         _, state = optimizer.update(gradients, optimizer.init(params), params)
     moment = next(leaf for leaf in jax.tree.leaves(state) if leaf.shape == (3,))
+    expected = np.array([0.1, -0.1, 0.0]) / np.sqrt(2)  # (1 - b1) of a gradient of norm 1
     np.testing.assert_allclose(moment, expected, rtol=1e-5)
 
 
@@ -367,12 +352,13 @@ def test_mistakes_are_named(tmp_path, whole, grown):
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / trainer.OLD_CHECKPOINT).write_bytes(b"")
     cases = [
-        (SettingError, "positive", {"tokens": 0}),
+        (SettingError, "tokens 0 was given", {"tokens": 0}),
+        (SettingError, "tokens has no number", {"tokens": ()}),
         (SettingError, "has 0 steps of 10, and its decay would begin before", {"tokens": 1}),
         (SettingError, "give at least 40 tokens", {"tokens": 30}),
-        (SettingError, "give at least 40 tokens", {"branches": (30, 60)}),
-        (SettingError, "give tokens that increase", {"branches": (120, 60)}),
-        (SettingError, "give tokens that increase", {"branches": (120, 121)}),
+        (SettingError, "give at least 40 tokens", {"tokens": (30, 60)}),
+        (SettingError, "give numbers that increase", {"tokens": (120, 60)}),
+        (SettingError, "give numbers that increase", {"tokens": (120, 121)}),
         (SettingError, "learning_rate", {"learning_rate": 0.0}),
         (CheckpointError, "nothing to resume", {"resume": True}),
         (CheckpointError, "line exists, and what is trained", {"out": "occupied"}),
@@ -384,13 +370,13 @@ def test_mistakes_are_named(tmp_path, whole, grown):
         (
             CheckpointError,
             "values of tokens;",
-            {"out": whole[0], "resume": True, "branches": (240,)},
+            {"out": whole[0], "resume": True, "tokens": (240,)},
         ),
         (CheckpointError, "values of tokens;", {"out": grown[0], "resume": True}),
         (
             CheckpointError,
             "values of warmup_steps;",
-            {"out": grown[0], "resume": True, "branches": BRANCHES, "warmup_steps": 4},
+            {"out": grown[0], "resume": True, "tokens": BRANCHES, "warmup_steps": 4},
         ),
         (SettingError, r"The loss became (nan|inf) at step \d; lower", {"learning_rate": 1e30}),
     ]

@@ -47,7 +47,7 @@ from jaxspec.runtime.report import Columns, TextTable
 from jaxspec.runtime.turns import Turns, time_loops
 from jaxspec.schedulers import Static
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.training.head_accuracy import measure_head_accuracy
+from jaxspec.training.head_accuracy import accuracy_of, rank_texts
 from jaxspec.training.heads import init_heads
 from jaxspec.training.texts import Texts, check_writer, read_texts
 from jaxspec.verifiers import Verifier, make_verifier
@@ -316,8 +316,8 @@ class DraftersBench(Bench):
             {"drafter": label, "domain": domain, **dataclasses.asdict(accuracy)}
             for label, one in drafters.items()
             if isinstance(one, Heads)
-            for domain, accuracy in measure_head_accuracy(
-                one.config, unpacked(one.params), of_target, texts, row_length
+            for domain, accuracy in accuracy_of(
+                rank_texts(one.config, unpacked(one.params), of_target, texts, row_length)
             ).items()
         ]
 

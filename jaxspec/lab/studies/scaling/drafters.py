@@ -17,6 +17,7 @@ from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, lm
+from jaxspec.training.lm_runs import load_run
 from jaxspec.training.texts import check_writer, read_texts
 from jaxspec.training.trainer import branch_directory, finished_branches
 
@@ -36,7 +37,7 @@ class Drafters:
     def trained(self, shape: Shape, seed: int, tokens: int) -> dict[str, Any]:
         """The result of a branch. If it is not there yet, all branches of its trunk are trained."""
         config = self.settings.train_config(shape, seed)
-        this = dataclasses.replace(config, branches=(tokens,))
+        this = dataclasses.replace(config, tokens=(tokens,))
         found = finished_branches(this) or lm.train_lm(config)["branches"]
         return found[str(tokens)]
 
@@ -44,7 +45,7 @@ class Drafters:
         """A finished drafter."""
         self.trained(shape, seed, tokens)
         trunk = self.settings.train_config(shape, seed).out
-        run = lm.load_run(branch_directory(trunk, tokens))
+        run = load_run(branch_directory(trunk, tokens))
         return LanguageModel(
             name=f"{shape.name}, {tokens} tokens, seed {seed}",
             config=run.config,

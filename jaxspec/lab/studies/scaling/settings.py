@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Annotated, ClassVar, Self, TypeAlias, TypeVar
-
-import tyro
+from typing import ClassVar, Self
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench.measure import Bench
 from jaxspec.runtime.directories import check_can_write_into
 from jaxspec.training import data, lm
 from jaxspec.training.checkpoints import latest_step
+from jaxspec.training.trainer import NoOption
 
 WRITTEN = "written"  # the domain of the target's own texts
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _TEXTS_SHARE = 0.38  # of the training rows, where the target's own texts are given
-T = TypeVar("T")
-NoOption: TypeAlias = Annotated[T, tyro.conf.Fixed, tyro.conf.Suppress]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -166,7 +163,7 @@ class ScalingSettings(Bench):
             corpora=self.corpora or self.out,
             domains=self.training_domains(),
             exclude=self.exclude,
-            branches=self.tokens_of(shape, seed),
+            tokens=self.tokens_of(shape, seed),
             batch_tokens=self.batch_tokens,
             sequence_length=self.sequence_length,
             max_length=max(1024, self.sequence_length),
@@ -176,7 +173,6 @@ class ScalingSettings(Bench):
             num_layers=shape.num_layers,
             num_query_heads=shape.width // head_size,
             num_kv_heads=1,
-            head_size=head_size,
             epochs=self.epochs,
             learning_rate=self.learning_rate,
             warmup_steps=self.warmup_steps,
@@ -184,9 +180,8 @@ class ScalingSettings(Bench):
             teacher_states=self.out / "teacher" / f"seed{seed}.f32",
             seed=seed,
             resume=latest_step(out) is not None,
-            evaluate_every=10**9,
             evaluate_tokens=self.evaluate_tokens,
-            checkpoint_every=200,
+            checkpoint_every=500,
         )
 
     @property
