@@ -9,11 +9,12 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.commands.options import (
+    ChatTemplateOptions,
     DrafterOptions,
-    DtypeName,
     JsonOption,
-    KvOptions,
+    ModelOptions,
     SamplingOptions,
+    TargetOption,
 )
 from jaxspec.commands.progress import warm_up, working
 from jaxspec.decode.settings import DraftLength, check_draft_length
@@ -33,36 +34,22 @@ HELP = "/new starts a new chat; /quit, /exit or the end of the input exits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
+class ChatCommand(
+    JsonOption, ModelOptions, SamplingOptions, ChatTemplateOptions, DrafterOptions, TargetOption
+):
     """Chat with a model, one line per turn. Each turn prefills only what is new, because the KV of
     the chat so far is kept. After each answer a line says how many tokens were reused, and how many
     bytes the KV takes."""
 
-    target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     max_tokens: int = 512
     """Most tokens of an answer."""
     system: str | None = None
     """A system message; without a chat template, the text begins with it."""
-    chat_template: str | None = None
-    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file. If there is none,
-    turns are joined as lines of text."""
-    chat_template_kwargs: str | None = None
-    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
     max_length: int | None = None
     """Most tokens of the whole chat; default: what the target was trained for, and at most 2048."""
-    reread: bool = False
-    """Prefill every answer again with the next turn, so that outputs are bitwise those without a
-    session with any kernels. With the native kernels they are in any case."""
-    dtype: DtypeName | None = None
-    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
-    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
-    verify: bool = True
-    """--no-verify loads target and draft model without comparing their files with their
-    checksums."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Chats; returns the JSON document."""
@@ -99,7 +86,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         print(f"{engine.memory.sentence}\n{HELP}", file=sys.stderr)
         warm_up(engine)
         chat = Chat(
-            session=engine.session(reread=self.reread),
+            session=engine.session(),
             params=params,
             system=self.system,
             template=template,
