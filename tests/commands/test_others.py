@@ -8,6 +8,7 @@ import pathlib
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
@@ -169,46 +170,26 @@ def test_documents_are_what_json_reads_back(tmp_path):
     assert document["at"] == {"1": str(tmp_path)}
 
 
-def test_a_message_of_several_lines_becomes_one(refused, monkeypatch):
-    def fail(*_):
-        raise SettingError("one\n  two\nthree.")
+def test_how_an_error_is_told(cli, monkeypatch):
+    """In one line, if it is the user's to mend; with a traceback, if it is a bug."""
 
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert refused("env") == "error: one two three."
+    def status_of(error) -> tuple[int, str]:
+        monkeypatch.setattr("jaxspec.cli.run_command", mock.Mock(side_effect=error))
+        result = cli("env")
+        return result.status, result.err
 
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    assert status_of(SettingError("one\n  two\nthree.")) == (1, "error: one two three.\n")
+    assert status_of(KeyboardInterrupt()) == (130, "interrupted\n")
+    for error in (
         MemoryError("Unable to allocate 373. GiB"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand a long table"),
-    ],
-)
-def test_memory_that_does_not_suffice(refused, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert "lower --batch-size or --max-length, or choose" in refused("env")
-
-
-def test_errors_of_the_program_itself_keep_their_traceback(cli, monkeypatch):
-    def fail(*_):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
-
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
+    ):
+        status, said = status_of(error)
+        assert status == 1
+        assert said.count("\n") == 1
+        assert "lower --batch-size or --max-length, or choose" in said
     with pytest.raises(jax.errors.JaxRuntimeError):
-        cli("env")
-
-
-def test_an_interrupt_is_no_traceback(cli, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxspec.cli.run_command", interrupt)
-    result = cli("env")
-    assert result.status == 130
-    assert result.err == "interrupted\n"
+        status_of(jax.errors.JaxRuntimeError("INTERNAL: a bug"))
 
 
 @pytest.mark.parametrize("args", [["env"], ["--help"], ["env", "--json"]])
