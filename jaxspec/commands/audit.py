@@ -16,18 +16,13 @@ from jaxspec.audit.scoring import parameter_dtype, with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.commands.options import (
-    BatchOptions,
     DrafterOptions,
     DtypeName,
     EngineArgs,
+    EngineOptions,
     JsonOption,
-    MoreEngineOptions,
-    MoreSamplingOptions,
-    PromptFile,
-    PromptLimits,
     PromptOptions,
     SamplingOptions,
-    TokenOptions,
 )
 from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
@@ -43,8 +38,16 @@ from jaxspec.verifiers import VerifierName, make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditOptions(BatchOptions, TokenOptions, PromptFile, DrafterOptions):
-    """The options that people set first."""
+class AuditCommand(
+    JsonOption, EngineArgs, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions
+):
+    """Audit output token by token: jaxspec's own on a workload, another system's from a file
+    (--outputs), or the audit itself (--controls)."""
+
+    FIRST: ClassVar = (
+        "target", "draft", "drafter", "drafter_args", "prompts", "max_tokens", "temperature",
+        "batch_size", "outputs", "snippet", "controls", "html",
+    )  # fmt: skip
 
     target: str | None = None
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
@@ -58,13 +61,6 @@ class AuditOptions(BatchOptions, TokenOptions, PromptFile, DrafterOptions):
     html: pathlib.Path | None = None
     """Write the report, with plots, to this HTML file."""
 
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreAuditOptions(
-    JsonOption, EngineArgs, MoreEngineOptions, MoreSamplingOptions, PromptLimits
-):
-    """Sampling and the engine."""
-
     dtype: DtypeName | None = None
     """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
     checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets). With
@@ -76,14 +72,6 @@ class MoreAuditOptions(
     draft_length: int | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditCommand(AuditOptions, MoreAuditOptions, SamplingOptions, PromptOptions):
-    """Audit output token by token: jaxspec's own on a workload, another system's from a file
-    (--outputs), or the audit itself (--controls)."""
-
-    LISTED: ClassVar = (AuditOptions, MoreAuditOptions)
 
     def run(self, console: Console) -> dict[str, Any]:
         """Audits; returns the JSON document."""

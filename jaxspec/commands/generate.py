@@ -21,18 +21,14 @@ from rich.text import Text
 
 from jaxspec.commands.chats import Encode, decode_chats
 from jaxspec.commands.options import (
-    BatchOptions,
     ChatTemplateOptions,
     DrafterOptions,
     EngineArgs,
+    EngineOptions,
     JsonOption,
-    MoreEngineOptions,
-    MoreSamplingOptions,
-    PromptLimits,
     PromptOptions,
     SamplingOptions,
     TargetOption,
-    TokenOptions,
 )
 from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
 from jaxspec.commands.progress import DecodingProgress, warm_up, working
@@ -65,8 +61,23 @@ from jaxspec.verifiers import VerifierName, make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateOptions(BatchOptions, TokenOptions, DrafterOptions, TargetOption):
-    """The options that people set first."""
+class GenerateCommand(
+    JsonOption,
+    ChatTemplateOptions,
+    EngineArgs,
+    EngineOptions,
+    SamplingOptions,
+    PromptOptions,
+    DrafterOptions,
+    TargetOption,
+):
+    """Complete prompts, speculatively if a drafter is given; outputs are in the order of the
+    prompts."""
+
+    FIRST: ClassVar = (
+        "target", "draft", "drafter", "drafter_args", "prompt", "prompts", "chat", "max_tokens",
+        "temperature", "batch_size", "draft_length", "output",
+    )  # fmt: skip
 
     prompt: str | None = None
     """One prompt, as text."""
@@ -81,18 +92,6 @@ class GenerateOptions(BatchOptions, TokenOptions, DrafterOptions, TargetOption):
     from 0 up to --verify-length - 1 (without --verify-length, up to the default)."""
     output: pathlib.Path | None = None
     """Write JSON lines to this file, in the order of the prompts; completions are not printed."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreGenerateOptions(
-    JsonOption,
-    EngineArgs,
-    MoreEngineOptions,
-    MoreSamplingOptions,
-    PromptLimits,
-    ChatTemplateOptions,
-):
-    """Sampling, the engine, chats and files."""
 
     n: int = 1
     """Completions per prompt, with consecutive seeds."""
@@ -119,14 +118,6 @@ class MoreGenerateOptions(
     trace: pathlib.Path | None = None
     """Parquet file with one row per round: context length, drafted, accepted and emitted tokens.
     Written when all prompts are done; replaces an older one."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateCommand(GenerateOptions, MoreGenerateOptions, SamplingOptions, PromptOptions):
-    """Complete prompts, speculatively if a drafter is given; outputs are in the order of the
-    prompts."""
-
-    LISTED: ClassVar = (GenerateOptions, MoreGenerateOptions)
 
     def run(self, console: Console) -> dict[str, Any]:
         """Generates; returns the JSON document."""

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
 import tyro
@@ -91,27 +91,16 @@ class DrafterOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptLimits:
-    """How much of a file of prompts is used."""
-
-    limit: int | None = None
-    """Use only this many prompts, from the beginning of the file."""
-    max_prompt_tokens: int | None = None
-    """Cut longer prompts after this many tokens."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptFile:
+class PromptOptions:
     """Which prompts to decode."""
 
     prompts: pathlib.Path | None = None
     """A file of prompts, one per line: Spec-Bench questions, plain text, or JSON objects with
     `prompt`, `prompt_token_ids` or `messages`. Default: the sample prompts of the embedded pair."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PromptOptions(PromptFile, PromptLimits):
-    """Which prompts to decode, and how much of them."""
+    limit: int | None = None
+    """Use only this many prompts, from the beginning of the file."""
+    max_prompt_tokens: int | None = None
+    """Cut longer prompts after this many tokens."""
 
     def read_prompts(self, *, turns: Turns = "first") -> tuple[list[PromptLine], dict[str, str]]:
         """The requested number of prompts, and the SHA-256 of what was read, by the file's name."""
@@ -120,19 +109,13 @@ class PromptOptions(PromptFile, PromptLimits):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TokenOptions:
-    """How many tokens, and how random they are."""
+class SamplingOptions:
+    """How tokens are chosen."""
 
     max_tokens: int = 64
     """Emit at most this many tokens per prompt."""
     temperature: float | None = None
     """Divides the logits; 0 is greedy. Default 0."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreSamplingOptions:
-    """What else decides how tokens are chosen."""
-
     top_p: float | None = None
     """Keep the likeliest tokens whose probabilities add up to this. Default 1: all."""
     seed: int = 0
@@ -144,11 +127,6 @@ class MoreSamplingOptions:
     "repetition_penalty": 1.1}`. They are `top_k`, `min_p`, `min_tokens`, `stop_token_ids`,
     `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`,
     `allowed_token_ids`, `logprobs`, and `stop` where it is no option."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class SamplingOptions(TokenOptions, MoreSamplingOptions):
-    """How tokens are chosen."""
 
     def given_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were given."""
@@ -198,26 +176,15 @@ class ModelOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class BatchOptions:
-    """How many rows are decoded together."""
+class EngineOptions(ModelOptions):
+    """The shape of an engine."""
 
     batch_size: int = 8
     """Prompts decoded together (fewer if there are fewer prompts)."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MoreEngineOptions(ModelOptions):
-    """The rest of an engine's shape."""
-
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
     verify_length: int | None = None
     """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions(BatchOptions, MoreEngineOptions):
-    """The shape of an engine."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -262,18 +229,26 @@ def _settings_of(options: Any, field: str) -> dict[str, Any]:
 
 
 def parse(command: type[Any], **settings: Any) -> Any:
-    """`tyro.cli`, whose help lists the options of the second class in `command.LISTED` under a
-    heading of their own."""
-    if not hasattr(command, "LISTED"):
+    """`tyro.cli`; if the command has a tuple `FIRST`, its help lists these options first, and the
+    others under a heading of their own."""
+    if not hasattr(command, "FIRST"):
         return tyro.cli(command, **settings)
-    first, more = command.LISTED
-    parts = [("more", tyro.conf.OmitArgPrefixes[more], more())]
-    grouped = dataclasses.make_dataclass(
-        "Grouped", parts, bases=(first,), frozen=True, kw_only=True
-    )
-    found = dict(vars(tyro.cli(grouped, description=" ".join(command.__doc__.split()), **settings)))
-    others = vars(found.pop("more"))
-    return command(**found, **others)
+    names = [field.name for field in dataclasses.fields(command)]
+    hidden = tyro.conf.Suppress[tyro.conf.Fixed[Any]]
+
+    def only(shown: Collection[str], *more: Any) -> type[Any]:
+        """The options in `shown`: the others are hidden."""
+        others = [(name, hidden, None) for name in names if name not in shown]
+        return dataclasses.make_dataclass(
+            "Options", [*others, *more], bases=(command,), frozen=True, kw_only=True
+        )
+
+    rest = only([name for name in names if name not in command.FIRST])
+    rest.__doc__ = "For experts, and for long runs."
+    both = only(command.FIRST, ("more", tyro.conf.OmitArgPrefixes[rest], rest()))
+    found = tyro.cli(both, description=" ".join((command.__doc__ or "").split()), **settings)
+    parts = {True: found, False: found.more}
+    return command(**{name: getattr(parts[name in command.FIRST], name) for name in names})
 
 
 def drafter_of_command(
