@@ -28,7 +28,6 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
@@ -102,21 +101,16 @@ class AuditCommand(
 
     def _run_controls(self, console: Console) -> dict[str, Any]:
         self._refuse("--controls", "the controls are separate runs", "outputs", "html")
-        with working("loading the models") as status:
-            target = load_model(
-                self.target or "demo-target",
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                verify=self.verify,
+        is_default = self.target is None and self.is_plain
+        options = DrafterOptions(draft="demo-draft") if is_default else self
+        make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
+        if make_drafter is None:
+            raise SettingError(
+                "No drafter was given for the negative controls; add --draft MODEL, or leave out "
+                "--target for the embedded pair."
             )
-            is_default = self.target is None and self.is_plain
-            options = DrafterOptions(draft="demo-draft") if is_default else self
-            make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
-            if make_drafter is None:
-                raise SettingError(
-                    "No drafter was given for the negative controls; add --draft MODEL, or leave "
-                    "out --target for the embedded pair."
-                )
+        target = self.load(self.target or "demo-target")
+        with working("loading the drafter") as status:
             results = run_controls(
                 target,
                 make_drafter(target),
@@ -144,8 +138,7 @@ class AuditCommand(
         others = ("draft", "drafter", "prompts", "n_requests")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
         text, checksum = read_outputs_text(path)
-        with working(f"loading {target_name}"):
-            target = load_model(target_name, kv_dtype=self.kv_dtype, verify=self.verify)
+        target = dataclasses.replace(self, dtype=None).load(target_name)
         file = parse_outputs(text, target, name=str(path))
         # The weights as the other system had them: rounded to its dtype, then exact.
         target = with_dtype(target, self.dtype or file.dtype or parameter_dtype(target))
@@ -171,10 +164,7 @@ class AuditCommand(
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length)
         lines, inputs = self.read_prompts()
-        with working(f"loading {target_name}"):
-            target = load_model(
-                target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
+        target = self.load(target_name)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
         num_requests = self.n_requests or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]

@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -38,7 +38,6 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import MakeDrafter
-from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import ORIGIN_STYLES, Completion, Completions
@@ -130,11 +129,11 @@ class GenerateCommand(
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
-        template, template_kwargs = self._chat_settings(lines)
+        encode = self._encoder(lines)
         self._check_output(lines)
         self._check_trace()
         with only_writer_of(self.output, resume=self.resume):
-            found = self._generate(console, lines, make_drafter, template, template_kwargs)
+            found = self._generate(console, lines, make_drafter, encode)
         found["elapsed_s"] = time.perf_counter() - started_s
         return make_document("generate", self, inputs=inputs, **found)
 
@@ -143,23 +142,13 @@ class GenerateCommand(
         console: Console,
         lines: list[PromptLine],
         make_drafter: MakeDrafter | None,
-        template: str | None,
-        template_kwargs: dict[str, Any] | None,
+        encode: Callable[..., list[tuple[int, ...]]],
     ) -> dict[str, Any]:
         """Loads the models and completes the prompts; returns fields of the JSON document."""
         started_s = time.perf_counter()
-        with working(f"loading {self.target}"):
-            target = load_model(
-                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
-        encoded = encode_prompts(
-            lines,
-            target,
-            max_prompt_tokens=self.max_prompt_tokens,
-            is_chat=self.chat,
-            template=template,
-            template_kwargs=template_kwargs,
-        )
+        target = self.load(self.target)
+        encode = functools.partial(encode, model=target)
+        encoded = encode(lines, max_prompt_tokens=self.max_prompt_tokens)
         with working("loading the drafter"):
             drafter = make_drafter(target) if make_drafter is not None else None
         engine = self._engine(target, drafter, num_requests=len(lines) * self.n)
@@ -191,13 +180,6 @@ class GenerateCommand(
         print(engine.memory.sentence, file=sys.stderr)
         compile_s = warm_up(engine) if num_done < len(requests) else 0.0
         if self.turns == "all":
-            encode = functools.partial(
-                encode_prompts,
-                model=target,
-                is_chat=self.chat,
-                template=template,
-                template_kwargs=template_kwargs,
-            )
             lines, completions, decode_s = self._decode_turns(engine, requests, lines, encode, file)
         else:
             completions, decode_s = self._decode(engine, requests, lines, file, num_done)
@@ -363,10 +345,8 @@ class GenerateCommand(
                 status.update(f"decoding: {len(completions)} turns done")
         return all_lines, completions, time.perf_counter() - started_s
 
-    def _chat_settings(
-        self, lines: Sequence[PromptLine]
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Chat template and its variables."""
+    def _encoder(self, lines: Sequence[PromptLine]) -> Callable[..., list[tuple[int, ...]]]:
+        """`encode_prompts` with the chat template and its variables."""
         given, text = self.chat_template, self.chat_template_kwargs
         is_used = self.chat or any(line.is_chat for line in lines)
         if not is_used and (given is not None or text is not None):
@@ -375,7 +355,12 @@ class GenerateCommand(
                 f"{option} was given, but no prompt is a chat; add --chat, which makes text the "
                 "user's message."
             )
-        return chat_template(given), json_object("--chat-template-kwargs", text)
+        return functools.partial(
+            encode_prompts,
+            is_chat=self.chat,
+            template=chat_template(given),
+            template_kwargs=json_object("--chat-template-kwargs", text),
+        )
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
         """Raises unless the prompts can be written in the requested format."""

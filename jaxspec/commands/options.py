@@ -13,9 +13,12 @@ from typing import Any, Literal, TypeAlias
 import tyro
 
 from jaxspec.cache.pages import KvDtype
+from jaxspec.commands.progress import working
 from jaxspec.engine.config import EngineConfig
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import MakeDrafter, choose_drafter
+from jaxspec.load.models import load_model
+from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
 from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams, as_sampling_params
 from jaxspec.runtime.options import check_counts
@@ -173,6 +176,11 @@ class ModelOptions:
     verify: bool = True
     """--no-verify loads target and draft model without comparing their files with their
     checksums."""
+
+    def load(self, name: str) -> LanguageModel:
+        """The model with this name."""
+        with working(f"loading {name}"):
+            return load_model(name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

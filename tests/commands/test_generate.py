@@ -23,6 +23,7 @@ from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Ty
 from jaxspec.checkpoint.format import save_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
+from jaxspec.commands import options as common
 from jaxspec.commands.outputs import round_lengths
 from jaxspec.errors import JaxspecError
 from jaxspec.load.drafters import make_drafter
@@ -369,12 +370,12 @@ def test_a_stop_string_on_the_command_line(cli, models):
 
 def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 3}
-    load = generate.load_model
+    load = common.load_model
 
     def load_recommending(*args, **options):
         return dataclasses.replace(load(*args, **options), generation_config=dict(recommended))
 
-    monkeypatch.setattr(generate, "load_model", load_recommending)
+    monkeypatch.setattr(common, "load_model", load_recommending)
     args = ("generate", *settings(models), "--prompt", "Once", "--ignore-eos", "--json")
     plain = cli(*args).document
     assert plain["sampling"]["temperature"] == 0  # nothing is read silently
@@ -491,7 +492,7 @@ def test_an_output_that_cannot_grow_keeps_its_whole_lines_and_resumes(
 
 
 def test_the_second_process_with_an_output_is_told_who_writes_it(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
     path = tmp_path / "out.jsonl"
     with only_writer(path):
         told = refused("generate", "--target", "demo-target", *ONE, "--output", path, "--resume")
@@ -623,7 +624,7 @@ REFUSED = {
 
 def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "mine").write_text("mine\n")
     target = ("generate", "--target", "demo-target")
     for words, message in REFUSED.items():
