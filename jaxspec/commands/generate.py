@@ -9,7 +9,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -303,19 +303,22 @@ class GenerateCommand(
         file: OutputFile | None,
         num_done: int,
     ) -> tuple[list[Completion], float]:
-        """Completions of the requests after the first `num_done`, and the seconds they took; those
-        of a batch are written to the file as soon as they are finished."""
-        completions: list[Completion] = []
-        decode_s = 0.0
-        with DecodingProgress(len(requests) - num_done) as progress:
-            for batch, batch_s in _batches(engine, requests[num_done:], progress):
-                if file is not None:
-                    first = num_done + len(completions)
-                    share_s = batch_s / len(batch)
+        """Completions of the requests after the first `num_done`, and the seconds they took. They
+        are written to the file in batches, as soon as each is finished."""
+        rest, completions = requests[num_done:], list[Completion]()
+        num_written = 0
+        started_s = last_s = time.perf_counter()
+        with DecodingProgress(len(rest)) as progress:
+            for completion in engine.run(rest, on_progress=progress.update):
+                completions.append(completion)
+                batch = completions[num_written:]
+                is_full = len(batch) == engine.shape.batch_size or len(completions) == len(rest)
+                if file is not None and is_full:
+                    first, now_s = num_done + num_written, time.perf_counter()
+                    share_s = (now_s - last_s) / len(batch)
                     file.append(lines[first : first + len(batch)], batch, first, share_s)
-                completions.extend(batch)
-                decode_s += batch_s
-        return completions, decode_s
+                    num_written, last_s = len(completions), now_s
+        return completions, time.perf_counter() - started_s
 
     def _decode_turns(
         self,
@@ -463,22 +466,6 @@ def summary(
     if num_resumed:
         text += f"; {num_resumed} finished earlier"
     return text + (f"; written to {output}" if output is not None else "")
-
-
-def _batches(
-    engine: Engine, requests: Sequence[Request], progress: DecodingProgress
-) -> Iterator[tuple[list[Completion], float]]:
-    """Completions of `requests` in order, `batch_size` at a time, and the seconds since the
-    previous ones."""
-    started_s, batch = time.perf_counter(), []
-    for completion in engine.run(requests, on_progress=progress.update):
-        batch.append(completion)
-        if len(batch) == engine.shape.batch_size:
-            ended_s = time.perf_counter()
-            yield batch, ended_s - started_s
-            started_s, batch = ended_s, []
-    if batch:
-        yield batch, time.perf_counter() - started_s
 
 
 def _digest_of_weights(params: PyTree) -> str:

@@ -24,7 +24,7 @@ from jaxspec.checkpoint.format import save_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands import options as common
-from jaxspec.commands.outputs import round_lengths
+from jaxspec.commands.outputs import OutputFile, round_lengths
 from jaxspec.errors import JaxspecError
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import load_model
@@ -136,16 +136,16 @@ def test_interrupted_run_keeps_its_lines_and_resumes(
     cli, models, prompts, whole, tmp_path, monkeypatch
 ):
     path = tmp_path / "out.jsonl"
-    batches = generate._batches
+    append = OutputFile.append
 
-    def interrupt_second(*args):
-        found = batches(*args)
-        yield next(found)
-        raise KeyboardInterrupt
+    def interrupt_second(self, lines, batch, first, share_s):
+        if first:
+            raise KeyboardInterrupt
+        append(self, lines, batch, first, share_s)
 
     args = ("generate", *settings(models), "--prompts", prompts, "--output", path, "--json")
     with monkeypatch.context() as patched:
-        patched.setattr(generate, "_batches", interrupt_second)
+        patched.setattr(OutputFile, "append", interrupt_second)
         result = cli(*args)
     assert result.status == 130
     assert result.err.endswith("interrupted\n")
@@ -379,7 +379,8 @@ def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
     args = ("generate", *settings(models), "--prompt", "Once", "--ignore-eos", "--json")
     plain = cli(*args).document
     assert plain["sampling"]["temperature"] == 0  # nothing is read silently
-    read = cli(*args, "--generation-config", "--n", 2, "--top-k", 0).document
+    off = ("--sampling-args", '{"top_k": 0}')
+    read = cli(*args, "--generation-config", "--n", 2, *off).document
     assert read["sampling"]["temperature"] == 0.6
     assert read["sampling"]["top_k"] == 0
     assert read["num_completions"] == 2
