@@ -31,10 +31,10 @@ from jaxspec.commands.options import (
     TargetOption,
 )
 from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
-from jaxspec.commands.progress import DecodingProgress, warm_up, working
+from jaxspec.commands.progress import decoding, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Engine, Progress
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import MakeDrafter
@@ -308,8 +308,13 @@ class GenerateCommand(
         rest, completions = requests[num_done:], list[Completion]()
         num_written = 0
         started_s = last_s = time.perf_counter()
-        with DecodingProgress(len(rest)) as progress:
-            for completion in engine.run(rest, on_progress=progress.update):
+        with working("decoding") as status:
+
+            def show(seen: Progress) -> None:
+                elapsed_s = time.perf_counter() - started_s
+                status.update(decoding(seen, len(rest), elapsed_s))
+
+            for completion in engine.run(rest, on_progress=show):
                 completions.append(completion)
                 batch = completions[num_written:]
                 is_full = len(batch) == engine.shape.batch_size or len(completions) == len(rest)

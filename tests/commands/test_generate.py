@@ -29,7 +29,6 @@ from jaxspec.errors import JaxspecError
 from jaxspec.load.models import load_model
 from jaxspec.requests.completions import find_stop, make_completion
 from jaxspec.requests.requests import make_requests
-from jaxspec.runtime.locks import only_writer
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Finish, Origin
 
@@ -489,15 +488,6 @@ def test_an_output_that_cannot_grow_keeps_its_whole_lines_and_resumes(
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
     assert cli(*args).status == 0
     assert path.read_bytes() == whole.read_bytes()
-
-
-def test_the_second_process_with_an_output_is_told_who_writes_it(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    path = tmp_path / "out.jsonl"
-    with only_writer(path):
-        told = refused("generate", "--target", "demo-target", *ONE, "--output", path, "--resume")
-    assert f"out.jsonl is being written by process {os.getpid()} on" in told
-    assert not path.exists()
 
 
 def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path, monkeypatch):
