@@ -146,11 +146,6 @@ def test_compiled_programs_are_listed_and_removed(cli, cache):
     assert not kept.exists()
 
 
-def test_convert_of_nothing_is_refused(refused, tmp_path):
-    assert "none-such" in refused("convert", tmp_path / "none-such", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_train(cli, refused, monkeypatch, tmp_path):
     result = {
         "steps": 12,

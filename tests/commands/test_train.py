@@ -12,10 +12,8 @@ from written import write_texts
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("medusa", ("--num-layers", 2)),
         ("hydra", ("--own-heads",)),
         ("clover", ("--block", "attention", "--gate", "cosine")),
-        ("clover2", ("--clip-value", 0.5)),
     ],
 )
 @pytest.mark.filterwarnings("ignore::jaxspec.errors.JaxspecWarning")
