@@ -64,8 +64,9 @@ class AuditCommand(
     """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
     checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets). With
     --outputs, the dtype that the other system had; default: what the file's header says."""
-    n_requests: int | None = None
-    """Total number of requests; prompts are repeated with other seeds to reach it."""
+    limit: int | None = None
+    """Audit this many requests: the first prompts of the file, repeated with other seeds if there
+    are fewer. Default: every prompt once."""
     verifier: VerifierName = "coupled"
     """Which rule decides how much of a draft is kept."""
     draft_length: int | None = None
@@ -135,7 +136,7 @@ class AuditCommand(
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
     ) -> dict[str, Any]:
-        others = ("draft", "drafter", "prompts", "n_requests")
+        others = ("draft", "drafter", "prompts", "limit")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
         text, checksum = read_outputs_text(path)
         target = dataclasses.replace(self, dtype=None).load(target_name)
@@ -153,7 +154,7 @@ class AuditCommand(
         return self._show(console, report_of_outputs(audit), {str(path): checksum})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
-        check_counts(self, "n_requests", "batch_size", "max_length", "verify_length")
+        check_counts(self, "batch_size", "max_length", "verify_length")
         each, settings = self.sampling_params(), self.given_engine()
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if make_drafter is None:
@@ -166,7 +167,7 @@ class AuditCommand(
         lines, inputs = self.read_prompts()
         target = self.load(target_name)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
-        num_requests = self.n_requests or len(encoded)
+        num_requests = self.limit or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]
         params = self.with_seeds(each, num_requests)
         with working("loading the drafter"):

@@ -147,7 +147,7 @@ def _numbers():
     others = {
         "demo": ("--max-tokens", "--batch-sizes", "--repeats"),
         "compare": ("--repeats", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
-        "audit": ("--n-requests", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
+        "audit": ("--limit", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
     }
     for command, options in others.items():
         target = () if command == "demo" else ("--target", "demo-target")

@@ -25,7 +25,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     page = tmp_path / "report.html"
     result = cli(
         "audit", *settings(models), "--draft", models.draft, "--prompts", prompts,
-        "--n-requests", 5, "--temperature", 0.7, "--top-p", 0.9, "--html", page, "--json",
+        "--limit", 5, "--temperature", 0.7, "--top-p", 0.9, "--html", page, "--json",
     )  # fmt: skip
     assert result.status == 0, result.err
     for column in ("E1", "E2", "E3", "E4", "E5", "distribution"):
