@@ -330,11 +330,12 @@ def run_command(args: Sequence[str]) -> int:
     check_environment()
     import tyro
 
+    from jaxspec.commands.options import parse
     from jaxspec.runtime.compilation import finish_cache_writes
     from jaxspec.runtime.console import Console
     from jaxspec.runtime.options import check_numbers
 
-    command = tyro.cli(
+    command = parse(
         load_command(name),
         prog=f"jaxspec {name}",
         args=options,

@@ -85,6 +85,13 @@ def fast_options() -> dict[str, bool | int]:
     return {name: value for name, value in COMPILE_FAST.items() if is_known(name)}
 
 
+@pytest.fixture(scope="session")
+def fast_environment() -> dict[str, str]:
+    """Variables of a process whose programs are compiled fast, as those of the tests are."""
+    flags = [f"--{name}={str(value).lower()}" for name, value in fast_options().items()]
+    return {**os.environ, "XLA_FLAGS": " ".join([os.environ.get("XLA_FLAGS", ""), *flags]).strip()}
+
+
 def choose_options(*, is_fast: bool) -> None:
     """How everything is compiled from now on; `COMPILE_FAST` is for CPUs."""
     _options.clear()

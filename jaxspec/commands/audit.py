@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rich.console import Console
 
-from jaxspec.audit.chi_square import ALPHA
 from jaxspec.audit.controls.runner import controls_table, run_controls
 from jaxspec.audit.external import audit_outputs
-from jaxspec.audit.outputs import canonical_dtype, parse_outputs, read_outputs_text
+from jaxspec.audit.outputs import parse_outputs, read_outputs_text
 from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
 from jaxspec.audit.scoring import parameter_dtype, with_dtype
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
-from jaxspec.cache.layouts import Layout
 from jaxspec.commands.options import (
     DrafterOptions,
+    DtypeName,
+    EngineArgs,
     EngineOptions,
     JsonOption,
     PromptOptions,
@@ -28,48 +28,50 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.load.models import load_model
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import new_figure
-from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.verifiers import VerifierName, make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
+class AuditCommand(
+    JsonOption, EngineArgs, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions
+):
     """Audit output token by token: jaxspec's own on a workload, another system's from a file
     (--outputs), or the audit itself (--controls)."""
 
+    FIRST: ClassVar = (
+        "target", "draft", "drafter", "drafter_args", "prompts", "max_tokens", "temperature",
+        "batch_size", "outputs", "snippet", "controls", "html",
+    )  # fmt: skip
+
     target: str | None = None
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
-    verifier: VerifierName = "coupled"
-    """Which rule decides how much of a draft is kept."""
-    scheduler: SchedulerName = "continuous"
-    """Which rows take part in a round."""
-    layout: Layout = "ragged"
-    """How KV is stored; with aligned rows, outputs are audited up to ties."""
-    n_requests: int | None = None
-    """Total number of requests; prompts are repeated with other seeds to reach it."""
-    draft_length: int | None = None
-    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
-    tree, or 4."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run."""
-    their_dtype: str | None = None
-    """Dtype of that system: fp32, bf16 or fp16; default: what the file's header says."""
-    alpha: float = ALPHA
-    """Probability of a false alarm about the distribution of sampled outputs, for the whole
-    file."""
-    html: pathlib.Path | None = None
-    """Write the report, with plots, to this HTML file."""
+    snippet: Literal["vllm", "sglang", "hf"] | None = None
+    """Only print a script that writes this system's outputs in the format of --outputs."""
     controls: bool = False
     """Audit the audit: inject faults of published systems one at a time, each with a control run
     without the fault."""
-    snippet: Literal["vllm", "sglang", "hf"] | None = None
-    """Only print a script that writes this system's outputs in the format of --outputs."""
+    html: pathlib.Path | None = None
+    """Write the report, with plots, to this HTML file."""
+
+    dtype: DtypeName | None = None
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
+    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets). With
+    --outputs, the dtype that the other system had; default: what the file's header says."""
+    limit: int | None = None
+    """Audit this many requests: the first prompts of the file, repeated with other seeds if there
+    are fewer. Default: every prompt once."""
+    verifier: VerifierName = "coupled"
+    """Which rule decides how much of a draft is kept."""
+    draft_length: int | None = None
+    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
+    tree, or 4."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Audits; returns the JSON document."""
@@ -81,8 +83,6 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             return self._run_controls(console)
         if self.target is None:
             raise SettingError("No target was given; name the model to audit against, --target.")
-        if not 0 < self.alpha < 1:
-            raise SettingError(f"--alpha {self.alpha} was given; it must be between 0 and 1.")
         if self.html is not None:  # fails before hours of decoding
             new_figure()
             check_can_write(self.html)
@@ -102,21 +102,16 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
 
     def _run_controls(self, console: Console) -> dict[str, Any]:
         self._refuse("--controls", "the controls are separate runs", "outputs", "html")
-        with working("loading the models") as status:
-            target = load_model(
-                self.target or "demo-target",
-                dtype=self.dtype,
-                kv_dtype=self.kv_dtype,
-                verify=self.verify,
+        is_default = self.target is None and self.is_plain
+        options = DrafterOptions(draft="demo-draft") if is_default else self
+        make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
+        if make_drafter is None:
+            raise SettingError(
+                "No drafter was given for the negative controls; add --draft MODEL, or leave out "
+                "--target for the embedded pair."
             )
-            is_default = self.target is None and self.is_plain
-            options = DrafterOptions(draft="demo-draft") if is_default else self
-            make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
-            if make_drafter is None:
-                raise SettingError(
-                    "No drafter was given for the negative controls; add --draft MODEL, or leave "
-                    "out --target for the embedded pair."
-                )
+        target = self.load(self.target or "demo-target")
+        with working("loading the drafter") as status:
             results = run_controls(
                 target,
                 make_drafter(target),
@@ -141,38 +136,26 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
     ) -> dict[str, Any]:
-        others = ("draft", "drafter", "prompts", "n_requests")
+        others = ("draft", "drafter", "prompts", "limit")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
-        dtype = None
-        if self.their_dtype is not None:
-            dtype = canonical_dtype(self.their_dtype, where="--their-dtype")
         text, checksum = read_outputs_text(path)
-        with working(f"loading {target_name}"):
-            # The weights as the other system had them: rounded to its dtype, then exact.
-            target = load_model(
-                target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
+        target = dataclasses.replace(self, dtype=None).load(target_name)
         file = parse_outputs(text, target, name=str(path))
-        target = with_dtype(target, dtype or file.dtype or parameter_dtype(target))
+        # The weights as the other system had them: rounded to its dtype, then exact.
+        target = with_dtype(target, self.dtype or file.dtype or parameter_dtype(target))
         num = len(file.outputs)
         with working(f"judging {num} outputs") as status:
             audit = audit_outputs(
                 target,
                 file,
-                dtype=dtype,
-                alpha=self.alpha,
+                dtype=self.dtype,
                 on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
             )
         return self._show(console, report_of_outputs(audit), {str(path): checksum})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
-        if self.their_dtype is not None:
-            raise SettingError(
-                "--their-dtype was given without --outputs; name the file of outputs, or use "
-                "--dtype for a run."
-            )
-        check_counts(self, "n_requests", "batch_size", "max_length", "verify_length")
-        each = self.sampling_params()
+        check_counts(self, "batch_size", "max_length", "verify_length")
+        each, settings = self.sampling_params(), self.given_engine()
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if make_drafter is None:
             raise SettingError(
@@ -182,12 +165,9 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         if self.draft_length is not None:
             check_draft_length(self.draft_length, self.verify_length)
         lines, inputs = self.read_prompts()
-        with working(f"loading {target_name}"):
-            target = load_model(
-                target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
+        target = self.load(target_name)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
-        num_requests = self.n_requests or len(encoded)
+        num_requests = self.limit or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]
         params = self.with_seeds(each, num_requests)
         with working("loading the drafter"):
@@ -196,13 +176,12 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             target,
             drafter,
             verifier=make_verifier(self.verifier),
-            scheduler=make_scheduler(self.scheduler),
-            layout=self.layout,
             draft_length=self.draft_length,
             verify_length=self.verify_length,
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
             max_logprobs=0,
+            **settings,
         )
         with working("auditing") as status:
             audit = audit_engine(

@@ -9,23 +9,21 @@ from typing import Any
 from rich.console import Console
 
 from jaxspec.commands.options import (
+    ChatTemplateOptions,
     DrafterOptions,
-    DtypeName,
     JsonOption,
-    KvOptions,
+    ModelOptions,
     SamplingOptions,
+    TargetOption,
 )
 from jaxspec.commands.progress import warm_up, working
 from jaxspec.decode.settings import DraftLength, check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import in_units
-from jaxspec.engine.sessions import Session
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.load.models import load_model
 from jaxspec.requests.completions import Completion, counted
 from jaxspec.requests.prompts import chat_template, json_object
 from jaxspec.requests.requests import Prompt
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
 
@@ -33,36 +31,22 @@ HELP = "/new starts a new chat; /quit, /exit or the end of the input exits"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
+class ChatCommand(
+    JsonOption, ModelOptions, SamplingOptions, ChatTemplateOptions, DrafterOptions, TargetOption
+):
     """Chat with a model, one line per turn. Each turn prefills only what is new, because the KV of
     the chat so far is kept. After each answer a line says how many tokens were reused, and how many
     bytes the KV takes."""
 
-    target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     max_tokens: int = 512
     """Most tokens of an answer."""
     system: str | None = None
     """A system message; without a chat template, the text begins with it."""
-    chat_template: str | None = None
-    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file. If there is none,
-    turns are joined as lines of text."""
-    chat_template_kwargs: str | None = None
-    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
     max_length: int | None = None
     """Most tokens of the whole chat; default: what the target was trained for, and at most 2048."""
-    reread: bool = False
-    """Prefill every answer again with the next turn, so that outputs are bitwise those without a
-    session with any kernels. With the native kernels they are in any case."""
-    dtype: DtypeName | None = None
-    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
-    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
-    verify: bool = True
-    """--no-verify loads target and draft model without comparing their files with their
-    checksums."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Chats; returns the JSON document."""
@@ -73,10 +57,8 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         template = chat_template(self.chat_template)
         template_kwargs = json_object("--chat-template-kwargs", self.chat_template_kwargs)
-        with working(f"loading {self.target}"):
-            target = load_model(
-                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
+        target = self.load(self.target)
+        with working("loading the drafter"):
             drafter = None if make_drafter is None else make_drafter(target)
         if target.tokenizer is None:
             raise SettingError(
@@ -98,20 +80,28 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         )
         print(f"{engine.memory.sentence}\n{HELP}", file=sys.stderr)
         warm_up(engine)
-        chat = Chat(
-            session=engine.session(reread=self.reread),
-            params=params,
-            system=self.system,
-            template=template,
-            template_kwargs=template_kwargs,
-            is_chat=is_chat,
-        )
+        session = engine.session()
+
+        def answer(asked: list[dict[str, str]]) -> Completion:
+            """Prints the answer to messages as it is emitted."""
+            system = [] if self.system is None else [{"role": "system", "content": self.system}]
+            prompt: Prompt = system + asked if is_chat else join(system + asked)
+            for piece in session.stream(
+                prompt, params, chat_template=template, chat_template_kwargs=template_kwargs
+            ):
+                console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
+                completion = piece.completion
+            console.print()
+            assert completion is not None, "the last piece has the completion"
+            return completion
+
+        messages: list[dict[str, str]] = []
         turns = []
         while (text := read_line()) is not None:
             if text.strip() in ("/quit", "/exit"):
                 break
             if text.strip() == "/new":
-                chat.messages.clear()
+                messages.clear()
                 print("a new chat", file=sys.stderr)
             elif text.startswith("/"):
                 print(
@@ -120,78 +110,27 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
                     file=sys.stderr,
                 )
             elif text.strip():
-                turns += self._answer(console, engine, chat, text)
+                asked = [*messages, {"role": "user", "content": text}]
+                try:
+                    completion = answer(asked)
+                except PromptError as error:  # the chat would no longer fit
+                    print(f"error: {error} {HELP}.", file=sys.stderr)
+                    continue
+                messages = [*asked, {"role": "assistant", "content": completion.text or ""}]
+                num_kept = session.num_kept_tokens
+                kv_bytes = engine.row_store.row_bytes(num_kept)
+                said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
+                console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
+                kept = {"num_kept_tokens": num_kept, "kv_bytes": kv_bytes}
+                turns.append({**completion.to_json(), **kept})
         return make_document(
             "chat",
             self,
             engine=engine.describe(),
-            exactness=chat.session.exactness,
+            exactness=session.exactness,
             turns=turns,
             metrics=engine.metrics(),
         )
-
-    def _answer(
-        self, console: Console, engine: Engine, chat: Chat, text: str
-    ) -> list[dict[str, Any]]:
-        """Shows the answer to a text, and a summary of the turn; the result is empty if the text
-        does not fit."""
-        try:
-            completion = chat.answer(console, text)
-        except PromptError as error:
-            print(f"error: {error} {HELP}.", file=sys.stderr)
-            return []
-        num_kept = chat.session.num_kept_tokens
-        kv_bytes = engine.row_store.row_bytes(num_kept)
-        said = summary(completion, num_kept=num_kept, kv_bytes=kv_bytes)
-        console.print(said, style="dim", markup=False, highlight=False, soft_wrap=True)
-        return [{**completion.to_json(), "num_kept_tokens": num_kept, "kv_bytes": kv_bytes}]
-
-
-@dataclasses.dataclass(kw_only=True)
-class Chat:
-    """A chat so far.
-
-    Attributes:
-      session: keeps the KV.
-      params: those of every answer.
-      system: a system message, or None.
-      template: a Jinja chat template instead of the tokenizer's own.
-      template_kwargs: its further variables, or None.
-      is_chat: whether there is a template; otherwise texts are joined.
-      messages: those of user and assistant.
-    """
-
-    session: Session
-    params: SamplingParams
-    system: str | None
-    template: str | None
-    template_kwargs: dict[str, Any] | None
-    is_chat: bool
-    messages: list[dict[str, str]] = dataclasses.field(default_factory=list)
-
-    def answer(self, console: Console, text: str) -> Completion:
-        """Prints the answer to a text as it is emitted, and adds both to the messages.
-
-        Raises:
-          PromptError: the chat would no longer fit; it is left unchanged.
-        """
-        asked = [*self.messages, {"role": "user", "content": text}]
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        whole = system + asked
-        prompt: Prompt = whole if self.is_chat else join(whole)
-        pieces = self.session.stream(
-            prompt,
-            self.params,
-            chat_template=self.template,
-            chat_template_kwargs=self.template_kwargs,
-        )
-        for piece in pieces:
-            console.print(piece.text, end="", markup=False, highlight=False, soft_wrap=True)
-            completion = piece.completion
-        console.print()
-        assert completion is not None, "the last piece has the completion"
-        self.messages = [*asked, {"role": "assistant", "content": completion.text or ""}]
-        return completion
 
 
 def join(messages: list[dict[str, str]]) -> str:

@@ -13,9 +13,8 @@ import numpy as np
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.commands.options import DtypeName, JsonOption
+from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
-from jaxspec.decode.settings import check_draft_length
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
@@ -35,6 +34,7 @@ from jaxspec.types import Origin
 
 NUM_DOMAINS = 4
 NUM_PROMPTS = 16
+DRAFT_LENGTH = 4
 PROMPT_SHOWN = 160  # most characters printed of a prompt, from its end
 
 # Marks for the origin of tokens, for output without colours.
@@ -47,12 +47,8 @@ class DemoCommand(JsonOption):
 
     max_tokens: int = 96
     """Tokens to emit per prompt."""
-    draft_length: int = 4
-    """Tokens drafted per round."""
     batch_sizes: tuple[int, ...] = (1, 8)
     """Batch sizes to measure."""
-    dtype: DtypeName = "float32"
-    """Dtype of parameters, compute and cache."""
     repeats: int = 9
     """Timed runs of each kind; the median is reported."""
 
@@ -61,12 +57,12 @@ class DemoCommand(JsonOption):
         started_s = time.perf_counter()
         self._check()
         with working("loading the embedded pair (converted on first use)"):
-            target = load_model("demo-target", dtype=self.dtype)
-            draft = load_model("demo-draft", dtype=self.dtype)
+            target = load_model("demo-target", dtype="float32")
+            draft = load_model("demo-draft", dtype="float32")
         load_s = time.perf_counter() - started_s
         prompts = choose_prompts(target)
         console.print(
-            f"Target {_millions(target)} and draft {_millions(draft)} parameters, {self.dtype}, "
+            f"Target {_millions(target)} and draft {_millions(draft)} parameters, float32, "
             f"{devices_sentence(devices())}. {len(prompts)} prompts of "
             f"{min(map(len, prompts))} to {max(map(len, prompts))} tokens, {self.max_tokens} new "
             "tokens each, greedy.",
@@ -82,9 +78,9 @@ class DemoCommand(JsonOption):
                     {"plain": None, "draft model": DraftModel(draft), "n-gram": NGram()},
                     prompts[:num_prompts],
                     SamplingParams(max_tokens=self.max_tokens, ignore_eos=True),
-                    draft_length=self.draft_length,
+                    draft_length=DRAFT_LENGTH,
                     batch_size=batch_size,
-                    max_length=max(map(len, prompts)) + self.max_tokens + self.draft_length + 1,
+                    max_length=max(map(len, prompts)) + self.max_tokens + DRAFT_LENGTH + 1,
                     prefill_chunk=64,  # the prompts are short
                     repeats=self.repeats,
                     on_stage=lambda stage, n=batch_size: status.update(f"batch {n}, {stage}"),
@@ -94,7 +90,7 @@ class DemoCommand(JsonOption):
         all_equal = all(found.holds for found in comparisons)
         show_completions(console, target, comparisons[-1].candidates[1].completions[:NUM_DOMAINS])
         console.print(runs_table(runs))
-        for text, style in remarks(runs, all_equal=all_equal, verify_length=self.draft_length + 1):
+        for text, style in remarks(runs, all_equal=all_equal, verify_length=DRAFT_LENGTH + 1):
             console.print(text, style=style, highlight=False)
         return make_document(
             "demo",
@@ -111,7 +107,6 @@ class DemoCommand(JsonOption):
 
     def _check(self) -> None:
         SamplingParams(max_tokens=self.max_tokens)
-        check_draft_length(self.draft_length, None)
         check_counts(self, "repeats")
         if not self.batch_sizes or not all(1 <= size <= NUM_PROMPTS for size in self.batch_sizes):
             given = " ".join(map(str, self.batch_sizes)) or "nothing"

@@ -9,8 +9,8 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal
 
 import jax
 import numpy as np
@@ -19,24 +19,25 @@ import xxhash
 from rich.console import Console
 from rich.text import Text
 
-from jaxspec.cache.layouts import Layout
 from jaxspec.commands.chats import Encode, decode_chats
 from jaxspec.commands.options import (
+    ChatTemplateOptions,
     DrafterOptions,
+    EngineArgs,
     EngineOptions,
     JsonOption,
     PromptOptions,
     SamplingOptions,
+    TargetOption,
 )
 from jaxspec.commands.outputs import OutputFile, only_writer_of, write_parquet
-from jaxspec.commands.progress import DecodingProgress, warm_up, working
+from jaxspec.commands.progress import decoding, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.engine import Engine
+from jaxspec.engine.engine import Engine, Progress
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import MakeDrafter
-from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import ORIGIN_STYLES, Completion, Completions
@@ -48,24 +49,35 @@ from jaxspec.requests.prompts import (
     json_object,
 )
 from jaxspec.requests.requests import Request, make_requests
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.options import check_counts
-from jaxspec.schedulers import SchedulerName, make_scheduler
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
 from jaxspec.verifiers import VerifierName, make_verifier
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, DrafterOptions):
+class GenerateCommand(
+    JsonOption,
+    ChatTemplateOptions,
+    EngineArgs,
+    EngineOptions,
+    SamplingOptions,
+    PromptOptions,
+    DrafterOptions,
+    TargetOption,
+):
     """Complete prompts, speculatively if a drafter is given; outputs are in the order of the
     prompts."""
 
-    target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    FIRST: ClassVar = (
+        "target", "draft", "drafter", "drafter_args", "prompt", "prompts", "chat", "max_tokens",
+        "temperature", "batch_size", "draft_length", "output",
+    )  # fmt: skip
+
     prompt: str | None = None
     """One prompt, as text."""
     prompts: pathlib.Path | None = None
@@ -73,18 +85,19 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     `prompt`, `prompt_token_ids` or `messages`."""
     chat: bool = False
     """Take each text prompt as a user's message, and apply the chat template."""
-    chat_template: str | None = None
-    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file."""
-    chat_template_kwargs: str | None = None
-    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
-    turns: Turns = "first"
-    """For questions with several turns. first: ask only the first; all: ask them one after another,
-    in a session that keeps the KV, and write each answer. Without --chat, turns are joined as lines
-    of text."""
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding, by acceptance and by the measured cost of rounds,
     from 0 up to --verify-length - 1 (without --verify-length, up to the default)."""
+    output: pathlib.Path | None = None
+    """Write JSON lines to this file, in the order of the prompts; completions are not printed."""
+
+    n: int = 1
+    """Completions per prompt, with consecutive seeds."""
+    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """A string that ends a completion and is cut off; repeat the option for several."""
+    generation_config: bool = False
+    """Use the checkpoint's recommended values for sampling options that you do not give."""
     exactness: Exactness = "bitwise"
     """bitwise: no bit of the output depends on the drafts. ties: score only as many tokens as were
     drafted, which is faster; outputs are equal except at ties within rounding. With the native CPU
@@ -93,40 +106,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     """Which rule decides how much of a draft is kept. coupled: outputs are the tokens of plain
     decoding with the same seeds (coupled:independent: the same, but the drafter samples with its
     own noise); rejection and block: samples of the target's distribution; typical: lossy."""
-    scheduler: SchedulerName = "continuous"
-    """Which rows take part in a round. continuous: a finished row is replaced in the next round;
-    static: batch after batch, as in EQSPEC; pool: rows of equal length together, as in EXSPEC."""
-    layout: Layout = "ragged"
-    """How KV is stored. ragged: each row at its own length; aligned: rows padded on the left and
-    moved after every round, as in EQSPEC, for comparison."""
-    check_invariants: bool = False
-    """Check KV, padding and positions after every round; many times slower, for debugging."""
-    generation_config: bool = False
-    """Use the checkpoint's recommended values for sampling options that you do not give."""
-    repetition_penalty: float | None = None
-    """Above 1 makes tokens of prompt and output less likely. Default 1: off."""
-    presence_penalty: float | None = None
-    """Subtracted from the logits of tokens that are in the output. Default 0."""
-    frequency_penalty: float | None = None
-    """Subtracted from a token's logit once per occurrence in the output. Default 0."""
-    logit_bias: str | None = None
-    """Numbers from -100 to 100 that are added to the logits of tokens, as a JSON object of at most
-    300 token ids, e.g. '{"464": 5, "13": -100}'."""
-    allowed_token_ids: tuple[int, ...] | None = None
-    """The only tokens that may be emitted, at most 300 ids. Default: all."""
-    n: int = 1
-    """Completions per prompt, with consecutive seeds."""
-    min_tokens: int | None = None
-    """No stop token or string ends a completion before this many tokens. Default 0."""
-    stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
-    """A string that ends a completion and is cut off; repeat the option for several."""
-    logprobs: int | None = None
-    """Log-probabilities of this many likeliest tokens, and of the emitted one, at each position,
-    from the model's own logits."""
-    special_tokens: bool = False
-    """Print special tokens too, and what follows a stop string within its last token."""
-    output: pathlib.Path | None = None
-    """Write JSON lines to this file, in the order of the prompts; completions are not printed."""
+    turns: Turns = "first"
+    """For questions with several turns. first: ask only the first; all: ask them one after another,
+    in a session that keeps the KV, and write each answer. Without --chat, turns are joined as lines
+    of text."""
     resume: bool = False
     """Continue an interrupted output file; the result equals that of an uninterrupted run."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
@@ -134,9 +117,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     trace: pathlib.Path | None = None
     """Parquet file with one row per round: context length, drafted, accepted and emitted tokens.
     Written when all prompts are done; replaces an older one."""
-    trace_level: Literal["rounds", "tokens", "distributions"] = "rounds"
-    """tokens: also one row per drafted token, rejected ones included, in FILE.tokens.parquet;
-    distributions: also entropies, and the overlap of target and draft."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Generates; returns the JSON document."""
@@ -145,14 +125,15 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         lines, inputs = self._read_lines()
         check_counts(self, "batch_size", "max_length", "verify_length")
         self._check_sampling()
+        self.given_engine()
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
-        template, template_kwargs = self._chat_settings(lines)
+        encode = self._encoder(lines)
         self._check_output(lines)
         self._check_trace()
         with only_writer_of(self.output, resume=self.resume):
-            found = self._generate(console, lines, make_drafter, template, template_kwargs)
+            found = self._generate(console, lines, make_drafter, encode)
         found["elapsed_s"] = time.perf_counter() - started_s
         return make_document("generate", self, inputs=inputs, **found)
 
@@ -161,23 +142,13 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         console: Console,
         lines: list[PromptLine],
         make_drafter: MakeDrafter | None,
-        template: str | None,
-        template_kwargs: dict[str, Any] | None,
+        encode: Callable[..., list[tuple[int, ...]]],
     ) -> dict[str, Any]:
         """Loads the models and completes the prompts; returns fields of the JSON document."""
         started_s = time.perf_counter()
-        with working(f"loading {self.target}"):
-            target = load_model(
-                self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
-            )
-        encoded = encode_prompts(
-            lines,
-            target,
-            max_prompt_tokens=self.max_prompt_tokens,
-            is_chat=self.chat,
-            template=template,
-            template_kwargs=template_kwargs,
-        )
+        target = self.load(self.target)
+        encode = functools.partial(encode, model=target)
+        encoded = encode(lines, max_prompt_tokens=self.max_prompt_tokens)
         with working("loading the drafter"):
             drafter = make_drafter(target) if make_drafter is not None else None
         engine = self._engine(target, drafter, num_requests=len(lines) * self.n)
@@ -209,22 +180,13 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         print(engine.memory.sentence, file=sys.stderr)
         compile_s = warm_up(engine) if num_done < len(requests) else 0.0
         if self.turns == "all":
-            encode = functools.partial(
-                encode_prompts,
-                model=target,
-                is_chat=self.chat,
-                template=template,
-                template_kwargs=template_kwargs,
-            )
             lines, completions, decode_s = self._decode_turns(engine, requests, lines, encode, file)
         else:
             completions, decode_s = self._decode(engine, requests, lines, file, num_done)
         total = Acceptance.total([completion.acceptance for completion in completions])
-        trace_files = self._write_trace(lines, completions)
+        self._write_trace(lines, completions)
         if file is None:
-            show_completions(
-                console, completions, target.tokenizer, has_special_tokens=self.special_tokens
-            )
+            show_completions(console, completions, target.tokenizer)
         console.print(
             summary(
                 completions,
@@ -245,7 +207,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             num_completions=len(completions),
             acceptance=total.to_json(),
             rounds_by_draft_length=engine.rounds_by_draft_length,
-            trace_files=trace_files,
             tokens_per_s=total.num_emitted_tokens / decode_s if completions else None,
             load_s=load_s,
             compile_s=compile_s,
@@ -267,18 +228,13 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
-    def given_sampling(self) -> dict[str, Any]:
-        """The fields of `SamplingParams` that were given."""
-        biases = json_object("--logit-bias", self.logit_bias)
-        return super().given_sampling() | ({} if biases is None else {"logit_bias": biases})
-
     def _check_sampling(self) -> None:
         """Raises unless the sampling options are in range, as far as that can be checked without a
         model."""
         options = self.given_sampling()
         if self.generation_config:
             options["n"] = min(self.n, 1)  # whether it samples is not known yet
-        SamplingParams(**options)
+        as_sampling_params(options)
         if self.n > 1 and self.format == "spec-bench":
             raise SettingError(
                 f"--n {self.n} was given with --format spec-bench, which holds one answer per "
@@ -294,7 +250,10 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             "--n": (self.n > 1, "only one answer can be continued"),
             "--max-prompt-tokens": (self.max_prompt_tokens is not None, "it would cut the chat"),
             "--format spec-bench": (self.format == "spec-bench", "its lines hold one answer here"),
-            "--layout aligned": (self.layout == "aligned", "sessions need ragged rows"),
+            "The layout aligned": (
+                self.given_engine().get("layout") == "aligned",
+                "sessions need ragged rows",
+            ),
         }
         for option, (is_given, reason) in reasons.items():
             if is_given:
@@ -329,13 +288,11 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             draft_length=self.draft_length,
             exactness=self.exactness,
             verify_length=self.verify_length,
-            scheduler=make_scheduler(self.scheduler),
-            layout=self.layout,
-            check_invariants=self.check_invariants,
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
-            max_logprobs=self.logprobs,
-            trace=self.trace_level if self.trace is not None else None,
+            max_logprobs=self.given_sampling().get("logprobs"),
+            trace=None if self.trace is None else "rounds",
+            **self.given_engine(),
         )
 
     def _decode(
@@ -346,19 +303,27 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         file: OutputFile | None,
         num_done: int,
     ) -> tuple[list[Completion], float]:
-        """Completions of the requests after the first `num_done`, and the seconds they took; those
-        of a batch are written to the file as soon as they are finished."""
-        completions: list[Completion] = []
-        decode_s = 0.0
-        with DecodingProgress(len(requests) - num_done) as progress:
-            for batch, batch_s in _batches(engine, requests[num_done:], progress):
-                if file is not None:
-                    first = num_done + len(completions)
-                    share_s = batch_s / len(batch)
+        """Completions of the requests after the first `num_done`, and the seconds they took. They
+        are written to the file in batches, as soon as each is finished."""
+        rest, completions = requests[num_done:], list[Completion]()
+        num_written = 0
+        started_s = last_s = time.perf_counter()
+        with working("decoding") as status:
+
+            def show(seen: Progress) -> None:
+                elapsed_s = time.perf_counter() - started_s
+                status.update(decoding(seen, len(rest), elapsed_s))
+
+            for completion in engine.run(rest, on_progress=show):
+                completions.append(completion)
+                batch = completions[num_written:]
+                is_full = len(batch) == engine.shape.batch_size or len(completions) == len(rest)
+                if file is not None and is_full:
+                    first, now_s = num_done + num_written, time.perf_counter()
+                    share_s = (now_s - last_s) / len(batch)
                     file.append(lines[first : first + len(batch)], batch, first, share_s)
-                completions.extend(batch)
-                decode_s += batch_s
-        return completions, decode_s
+                    num_written, last_s = len(completions), now_s
+        return completions, time.perf_counter() - started_s
 
     def _decode_turns(
         self,
@@ -388,10 +353,8 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 status.update(f"decoding: {len(completions)} turns done")
         return all_lines, completions, time.perf_counter() - started_s
 
-    def _chat_settings(
-        self, lines: Sequence[PromptLine]
-    ) -> tuple[str | None, dict[str, Any] | None]:
-        """Chat template and its variables."""
+    def _encoder(self, lines: Sequence[PromptLine]) -> Callable[..., list[tuple[int, ...]]]:
+        """`encode_prompts` with the chat template and its variables."""
         given, text = self.chat_template, self.chat_template_kwargs
         is_used = self.chat or any(line.is_chat for line in lines)
         if not is_used and (given is not None or text is not None):
@@ -400,7 +363,12 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
                 f"{option} was given, but no prompt is a chat; add --chat, which makes text the "
                 "user's message."
             )
-        return chat_template(given), json_object("--chat-template-kwargs", text)
+        return functools.partial(
+            encode_prompts,
+            is_chat=self.chat,
+            template=chat_template(given),
+            template_kwargs=json_object("--chat-template-kwargs", text),
+        )
 
     def _check_output(self, lines: Sequence[PromptLine]) -> None:
         """Raises unless the prompts can be written in the requested format."""
@@ -420,10 +388,6 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
     def _check_trace(self) -> None:
         """Raises unless a trace can be written, if one is requested."""
         if self.trace is None:
-            if self.trace_level != "rounds":
-                raise SettingError(
-                    f"--trace-level {self.trace_level} was given without --trace; name the file."
-                )
             return
         if self.trace.suffix != ".parquet":
             raise SettingError(
@@ -442,49 +406,31 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         for module in ("pandas", "pyarrow"):
             import_extra(module, "traces")
         check_can_write(self.trace)
-        if self.trace_level != "rounds":
-            check_can_write(tokens_trace(self.trace))
 
-    def _write_trace(
-        self, lines: Sequence[PromptLine], completions: Sequence[Completion]
-    ) -> list[str]:
-        """Writes the frames, with the fields that name each prompt's kind; returns the files."""
+    def _write_trace(self, lines: Sequence[PromptLine], completions: Sequence[Completion]) -> None:
+        """Writes the rounds, with the fields that name each prompt's kind."""
         if self.trace is None:
-            return []
+            return
         kinds = {
             name: [line.fields[name] for line in lines]
             for name in ("question_id", "category", "domain")
             if all(name in line.fields for line in lines)
         }
-        traced = Completions(completions)
-        frames = {self.trace: traced.rounds(**kinds)}
-        if self.trace_level != "rounds":
-            frames[tokens_trace(self.trace)] = traced.tokens(**kinds)
-        for path, frame in frames.items():
-            write_parquet(frame, path)
-        return [str(path) for path in frames]
-
-
-def tokens_trace(trace: pathlib.Path) -> pathlib.Path:
-    """The file of the rows of tokens, beside that of the rounds."""
-    return trace.with_suffix(".tokens.parquet")
+        write_parquet(Completions(completions).rounds(**kinds), self.trace)
 
 
 def show_completions(
-    console: Console,
-    completions: Sequence[Completion],
-    tokenizer: TextTokenizer | None,
-    *,
-    has_special_tokens: bool,
+    console: Console, completions: Sequence[Completion], tokenizer: TextTokenizer | None
 ) -> None:
-    """Prints the text of completions, or all of their tokens, coloured by origin."""
+    """Prints the text of completions, coloured by the tokens' origins; without a tokenizer, the
+    tokens."""
     for completion in completions:
         if len(completions) > 1:
             prompt, *sample = completion.request_id.split("-")
             prompt = prompt.replace(":", ", turn ")
             name = f"prompt {prompt}" + "".join(f", completion {index}" for index in sample)
             console.rule(name, align="left")
-        if has_special_tokens or tokenizer is None or completion.text is None:
+        if tokenizer is None or completion.text is None:
             console.print(completion, soft_wrap=True)
         else:
             console.print(_coloured_text(completion, tokenizer), soft_wrap=True)
@@ -527,22 +473,6 @@ def summary(
     return text + (f"; written to {output}" if output is not None else "")
 
 
-def _batches(
-    engine: Engine, requests: Sequence[Request], progress: DecodingProgress
-) -> Iterator[tuple[list[Completion], float]]:
-    """Completions of `requests` in order, `batch_size` at a time, and the seconds since the
-    previous ones."""
-    started_s, batch = time.perf_counter(), []
-    for completion in engine.run(requests, on_progress=progress.update):
-        batch.append(completion)
-        if len(batch) == engine.shape.batch_size:
-            ended_s = time.perf_counter()
-            yield batch, ended_s - started_s
-            started_s, batch = ended_s, []
-    if batch:
-        yield batch, time.perf_counter() - started_s
-
-
 def _digest_of_weights(params: PyTree) -> str:
     """A digest of the values of all arrays, which are fetched from the device one at a time."""
     digest = xxhash.xxh3_128()
@@ -570,6 +500,8 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     computed_by = [kernels, family_of(kernels), jax.default_backend()]
     weights = _digest_of_weights(engine.executor.target_params)
     settings = [engine.target.name, weights, computed_by, shape, dtypes, sampling, format]
+    if engine.config.logprobs_mode != "raw_logprobs":
+        settings.append(engine.config.logprobs_mode)
     if kv_dtype_of(engine.target) is not None:
         settings.append(kv_dtype_of(engine.target))
     if not engine.executor.is_width_invariant:  # the width of the window decides ties

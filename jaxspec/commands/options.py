@@ -7,15 +7,22 @@ import dataclasses
 import os
 import pathlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal, TypeAlias
 
+import tyro
+
 from jaxspec.cache.pages import KvDtype
+from jaxspec.commands.progress import working
+from jaxspec.engine.config import EngineConfig
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import MakeDrafter, choose_drafter
+from jaxspec.load.models import load_model
+from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
-from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams
+from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams, as_sampling_params
 from jaxspec.runtime.options import check_counts
+from jaxspec.schedulers import make_scheduler
 
 DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -26,6 +33,24 @@ class JsonOption:
 
     json: bool = False
     """Print one line of JSON at the end of standard output."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TargetOption:
+    """Which target."""
+
+    target: str
+    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChatTemplateOptions:
+    """How messages become text."""
+
+    chat_template: str | None = None
+    """Template to use instead of the tokenizer's own: `vicuna`, or a Jinja file."""
+    chat_template_kwargs: str | None = None
+    """More template variables as a JSON object, e.g. '{"enable_thinking": false}'."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,15 +94,6 @@ class DrafterOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class KvOptions:
-    """The dtype that KV is stored in."""
-
-    kv_dtype: KvDtype | None = None
-    """`int8` stores the target's KV in half the bytes of bfloat16, with a scale per token and head;
-    its outputs then change a little. Default: the dtype it is computed in."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptOptions:
     """Which prompts to decode."""
 
@@ -103,27 +119,34 @@ class SamplingOptions:
     """Emit at most this many tokens per prompt."""
     temperature: float | None = None
     """Divides the logits; 0 is greedy. Default 0."""
-    top_k: int | None = None
-    """Keep the k likeliest tokens; 0, the default, keeps all."""
     top_p: float | None = None
     """Keep the likeliest tokens whose probabilities add up to this. Default 1: all."""
-    min_p: float | None = None
-    """Keep tokens at least this fraction as likely as the likeliest. Default 0: all."""
     seed: int = 0
     """Seed of the first prompt; later prompts have consecutive seeds."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-text tokens."""
+    sampling_args: str | None = None
+    """More fields of `jaxspec.SamplingParams`, as a JSON object, such as `{"top_k": 50,
+    "repetition_penalty": 1.1}`. They are `top_k`, `min_p`, `min_tokens`, `stop_token_ids`,
+    `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`,
+    `allowed_token_ids`, `logprobs`, and `stop` where it is no option."""
 
     def given_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were given."""
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         values = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return {name: value for name, value in values.items() if value is not None}
+        more = _settings_of(self, "sampling_args")
+        if "n" in more:
+            raise SettingError(
+                "n was given in --sampling-args, which are those of one completion; leave it out "
+                "(`jaxspec generate` has --n)."
+            )
+        return {name: value for name, value in values.items() if value is not None} | more
 
     def sampling_params(self) -> SamplingParams:
         """Sampling parameters of the first prompt; raises `SettingError` for values out of
         range."""
-        return SamplingParams(**self.given_sampling())
+        return as_sampling_params(self.given_sampling())
 
     def with_seeds(self, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
         """`params` of each prompt, with consecutive seeds; raises `SettingError` if there are not
@@ -141,21 +164,99 @@ class SamplingOptions:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EngineOptions(KvOptions):
+class ModelOptions:
+    """How the models are loaded."""
+
+    dtype: DtypeName | None = None
+    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
+    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
+    kv_dtype: KvDtype | None = None
+    """`int8` stores the target's KV in half the bytes of bfloat16, with a scale per token and head;
+    its outputs then change a little. Default: the dtype it is computed in."""
+    verify: bool = True
+    """--no-verify loads target and draft model without comparing their files with their
+    checksums."""
+
+    def load(self, name: str) -> LanguageModel:
+        """The model with this name."""
+        with working(f"loading {name}"):
+            return load_model(name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineOptions(ModelOptions):
     """The shape of an engine."""
 
-    verify_length: int | None = None
-    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     batch_size: int = 8
     """Prompts decoded together (fewer if there are fewer prompts)."""
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
-    dtype: DtypeName | None = None
-    """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
-    checkpoint's (on a CPU float32 for float16, for the embedded pair and for random presets)."""
-    verify: bool = True
-    """--no-verify loads target and draft model without comparing their files with their
-    checksums."""
+    verify_length: int | None = None
+    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineArgs:
+    """Settings of an engine that few people change."""
+
+    engine_args: str | None = None
+    """More settings of `jaxspec.Engine`, as a JSON object, such as `{"scheduler": "pool"}`. Rows
+    take part in rounds by `scheduler` (`continuous`; `static`, as in EQSPEC; `pool`, as in EXSPEC),
+    and their KV is stored by `layout` (`ragged`; `aligned`, as in EQSPEC). `check_invariants` tests
+    KV and positions after every round. Others are `prefill_chunk`, `rounds_per_sync`, `tree_depth`,
+    `budget_bytes`, `session_bytes`, `step_timeout_s` and `logprobs_mode`."""
+
+    def given_engine(self) -> dict[str, Any]:
+        """The settings that were given.
+
+        Raises:
+          SettingError: there is no such setting, it is an option of its own, or its value is wrong.
+        """
+        given = _settings_of(self, "engine_args")
+        names = {field.name for field in dataclasses.fields(EngineConfig)}
+        names -= {"mesh", "trace", "max_logprobs", *vars(self)}
+        if unknown := [name for name in given if name not in names]:
+            raise SettingError(
+                f"{unknown[0]!r} was given in --engine-args, which take {', '.join(sorted(names))}."
+            )
+        if given.get("scheduler") is not None:
+            make_scheduler(given["scheduler"])
+        EngineConfig(**given)
+        return given
+
+
+def _settings_of(options: Any, field: str) -> dict[str, Any]:
+    """The JSON object in a field of these options, none of whose names is an option of its own."""
+    option = "--" + field.replace("_", "-")
+    given = json_object(option, getattr(options, field)) or {}
+    for name in given:
+        if name in vars(options):
+            own = "--" + name.replace("_", "-")
+            raise SettingError(f"{name} was given in {option}, and is an option; use {own}.")
+    return given
+
+
+def parse(command: type[Any], **settings: Any) -> Any:
+    """`tyro.cli`; if the command has a tuple `FIRST`, its help lists these options first, and the
+    others under a heading of their own."""
+    if not hasattr(command, "FIRST"):
+        return tyro.cli(command, **settings)
+    names = [field.name for field in dataclasses.fields(command)]
+    hidden = tyro.conf.Suppress[tyro.conf.Fixed[Any]]
+
+    def only(shown: Collection[str], *more: Any) -> type[Any]:
+        """The options in `shown`: the others are hidden."""
+        others = [(name, hidden, None) for name in names if name not in shown]
+        return dataclasses.make_dataclass(
+            "Options", [*others, *more], bases=(command,), frozen=True, kw_only=True
+        )
+
+    rest = only([name for name in names if name not in command.FIRST])
+    rest.__doc__ = "For experts, and for long runs."
+    both = only(command.FIRST, ("more", tyro.conf.OmitArgPrefixes[rest], rest()))
+    found = tyro.cli(both, description=" ".join((command.__doc__ or "").split()), **settings)
+    parts = {True: found, False: found.more}
+    return command(**{name: getattr(parts[name in command.FIRST], name) for name in names})
 
 
 def drafter_of_command(

@@ -5,11 +5,9 @@ from __future__ import annotations
 import functools
 import time
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.status import Status
 
-from jaxspec.engine.engine import Engine
-from jaxspec.engine.engine import Progress as EngineProgress
+from jaxspec.engine.engine import Engine, Progress
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.console import Console
 
@@ -39,38 +37,12 @@ def warm_up(engine: Engine) -> float:
     return time.perf_counter() - started_s
 
 
-class DecodingProgress:
-    """A bar of finished prompts with tokens and tokens per second; drawn on a terminal only."""
-
-    def __init__(self, num_requests: int):
-        console = standard_error()
-        self._bar = Progress(
-            TextColumn("decoding"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("prompts"),
-            TextColumn("[dim]{task.fields[detail]}"),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._bar.add_task("", total=num_requests, detail="")
-        self._started_s = time.perf_counter()
-
-    def __enter__(self) -> DecodingProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
-
-    def update(self, seen: EngineProgress) -> None:
-        """Draws the progress of `Engine.run`."""
-        elapsed_s = time.perf_counter() - self._started_s
-        detail = f"{seen.num_emitted_tokens} tokens, "
-        detail += f"{seen.num_emitted_tokens / elapsed_s:.0f} tokens/s"
-        if seen.acceptance is not None:
-            detail += f", {seen.acceptance:.0%} of drafts accepted"
-        if seen.time_left_s:
-            detail += f", at most {seen.time_left_s:.0f} s left"
-        self._bar.update(self._task, completed=seen.num_finished, detail=detail)
+def decoding(seen: Progress, num_requests: int, elapsed_s: float) -> str:
+    """The progress of `Engine.run`, in words."""
+    text = f"decoding: {seen.num_finished} of {num_requests} done, {seen.num_emitted_tokens} tokens"
+    text += f", {seen.num_emitted_tokens / elapsed_s:.0f} tokens/s"
+    if seen.acceptance is not None:
+        text += f", {seen.acceptance:.0%} of drafts accepted"
+    if seen.time_left_s:
+        text += f", at most {seen.time_left_s:.0f} s left"
+    return text

@@ -95,7 +95,6 @@ def _numbers():
     whole = {  # options, and numbers that are whole and still wrong
         "--max-tokens": ("0", "-99999999999999999999", "99999999999999999999", "1073741825"),
         "--n": ("0", "2", "99999999999999999999"),
-        "--min-tokens": ("65", "99999999999999999999"),
         "--seed": ("9223372036854775808", "99999999999999999999"),
         "--batch-size": ("0", "-99999999999999999999"),
         "--max-length": ("0", "99999999999999999999", "1000000000"),
@@ -112,22 +111,43 @@ def _numbers():
     fractions = {
         "--temperature": ("-1", "1e-9", "1e9", "nan", "inf", "-inf", "1e400"),
         "--top-p": ("0", "-0.1", "1.1", "nan", "inf"),
-        "--min-p": ("-0.1", "1.1", "nan", "-inf"),
-        "--repetition-penalty": ("0", "-1", "1e9", "nan", "inf"),
-        "--presence-penalty": ("1e9", "nan", "-inf"),
-        "--frequency-penalty": ("1e9", "nan", "inf"),
     }
-    for given in ("x", "", "[1]", "5", '{"a": 1}', '{"5": 101}', '{"5": NaN}', '{"-5": 1}'):
-        yield (*PROMPT, "--logit-bias", given)
-    for given in ("x", "", "-5", "1.5", "99999999"):
-        yield (*PROMPT, "--allowed-token-ids", given)
+    fields = {
+        "min_tokens": ("65", "99999999999999999999", '"x"', "1.5", HUGE),
+        "top_k": ("-3", "1.5", '"x"', "[1]", HUGE),
+        "min_p": ("-0.1", "1.1", "NaN", "-Infinity", '"x"'),
+        "repetition_penalty": ("0", "-1", "1e9", "NaN", "Infinity", "[]"),
+        "presence_penalty": ("1e9", "NaN", "-Infinity", "{}"),
+        "frequency_penalty": ("1e9", "NaN", "Infinity", '"x"'),
+        "logit_bias": ('"x"', "[1]", "5", '{"a": 1}', '{"5": 101}', '{"5": NaN}', '{"-5": 1}'),
+        "allowed_token_ids": ('"x"', "[]", "[-5]", "[1.5]", "[99999999]", "5"),
+        "stop_token_ids": ('"x"', "[-5]", "[99999999]"),
+        "logprobs": ("-1", '"x"', "99999999"),
+        "x": ("1",), "n": ("2",), "temperature": ("1",), "run": ("1",),
+    }  # fmt: skip
+    for field, values in fields.items():
+        for value in values:
+            yield (*PROMPT, "--sampling-args", f'{{"{field}": {value}}}')
+    settings = {
+        "scheduler": ('"x"', '""', "5", "[]", "{}"), "layout": ('"x"', "5", "[]"),
+        "check_invariants": ("5", '"x"'), "prefill_chunk": ("0", "-1", "1.5", '"x"', HUGE),
+        "rounds_per_sync": ("0", "true"), "budget_bytes": ("0", "1e400"), "mesh": ("1",),
+        "batch_size": ("1",), "x": ("1",), "step_timeout_s": ("-1", "NaN", '"x"'),
+        "logprobs_mode": ('"x"', "5"), "tree_depth": ("-1",), "trace": ('"rounds"',),
+    }  # fmt: skip
+    for setting, values in settings.items():
+        for value in values:
+            yield (*PROMPT, "--engine-args", f'{{"{setting}": {value}}}')
+    for text in ("", "x", "[]", "5", "null", "{", "[" * 100_000, HUGE):
+        yield (*PROMPT, "--sampling-args", text)
+        yield (*PROMPT, "--engine-args", text)
     for option, numbers in fractions.items():
         for number in ("x", "", "1,5", "--", *numbers):
             yield (*PROMPT, option, number)
     others = {
-        "demo": ("--max-tokens", "--draft-length", "--batch-sizes", "--repeats"),
+        "demo": ("--max-tokens", "--batch-sizes", "--repeats"),
         "compare": ("--repeats", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
-        "audit": ("--n-requests", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
+        "audit": ("--limit", "--draft-length", "--batch-size", "--max-length", "--max-tokens"),
     }
     for command, options in others.items():
         target = () if command == "demo" else ("--target", "demo-target")
@@ -138,8 +158,7 @@ def _numbers():
 
 def _choices():
     """Values outside a list of choices."""
-    options = ("--dtype", "--exactness", "--verifier", "--scheduler", "--layout", "--format",
-               "--trace-level")  # fmt: skip
+    options = ("--dtype", "--exactness", "--verifier", "--format")
     for option in options:
         for value in ("x", "", "float64", "Bitwise", "coupled ", "0", "None"):
             yield (*PROMPT, option, value)
@@ -211,11 +230,12 @@ def _prompts():
 def _others():
     """Options that do not go together, and the other commands."""
     alone = (
-        ("--resume",), ("--format", "spec-bench"), ("--trace-level", "tokens"),
+        ("--resume",), ("--format", "spec-bench"),
         ("--trace", "x.txt"), ("--trace", "x.parquet", "--resume"), ("--verifier", "rejection"),
         ("--verify-length", "4"), ("--output", "{dir}"), ("--output", "/dev/null/x"),
         ("--output", "{good.jsonl}"), ("--n", "2", "--temperature", "1", "--format", "spec-bench"),
-        ("--stop", ""), ("--min-tokens", "5", "--max-tokens", "4"), ("--n", "3"),
+        ("--stop", ""), ("--n", "3"),
+        ("--sampling-args", '{"min_tokens": 5}', "--max-tokens", "4"),
         ("--n", "100000", "--temperature", "1"), ("--trace", "/dev/null/x.parquet"),
     )  # fmt: skip
     for words in alone:
@@ -244,7 +264,7 @@ def _others():
         ("audit", "--target", "demo-target", "--outputs", "{list.jsonl}"),
         ("audit", "--target", "demo-target", "--outputs", "{nested.jsonl}"),
         ("audit", "--target", "demo-target", "--outputs", "{long_ids.jsonl}"),
-        ("audit", "--target", "demo-target", "--alpha", "x"),
+        ("audit", "--target", "demo-target", "--sampling-args", '{"n": 2}'),
         ("audit", "--snippet", "x"), ("audit", "--target", "~nouser/x"),
         ("compare",), ("compare", "--target", "x y"), ("compare", "--target", "~nouser/x"),
         ("compare", "--target", "demo-target", "--drafter", "x"),

@@ -346,7 +346,8 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
 LOCALES = (C_LOCALE, {"PYTHONIOENCODING": "ascii"}, {"PYTHONIOENCODING": "latin-1"})
 IN_LOCALES = (
     "generate --target demo-target --draft demo-draft --prompts {}/prompts.txt --max-tokens 9",
-    "generate --target demo-target --prompts {}/prompts.txt --max-tokens 4 --json --logprobs 2",
+    "generate --target demo-target --prompts {}/prompts.txt --max-tokens 4 --json "
+    '--sampling-args {{"logprobs":2}}',
     "generate --target demo-target --prompts {}/caf\u00e9.txt --max-tokens 4",
     "generate --target demo-target --prompts {}/none-\u2192.txt --max-tokens 4",
     "generate --target demo-target --prompts {}/prompts.txt --output {}/o\u2192 --max-tokens 4",

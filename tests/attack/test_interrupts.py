@@ -113,7 +113,7 @@ def commands(tmp_path_factory) -> dict[str, Command]:
             text="hello\nhow are you?\n",
         ),
         "audit": Command(
-            lambda _: ["audit", *model, "--n-requests", 4, "--max-tokens", 8],
+            lambda _: ["audit", *model, "--limit", 4, "--max-tokens", 8],
             nothing_problem,
         ),
         "train": Command(

@@ -69,10 +69,6 @@ def test_a_line_that_does_not_fit_is_refused_and_the_chat_goes_on(cli, models, s
     assert second["num_reused_tokens"] >= len(first["prompt_token_ids"])
 
 
-def test_a_model_without_a_tokenizer_is_refused(refused, models):
-    assert "has no tokenizer" in refused("chat", "--target", models.no_tokenizer)
-
-
 def test_commands_that_do_not_exist_are_not_sent(cli, models, say):
     say("/exti", "/", "/new chat", "hello", " /etc/hosts", "/exit", "never")
     result = cli("chat", "--target", models.target, *OPTIONS, "--json")
@@ -92,13 +88,11 @@ def test_commands_that_do_not_exist_are_not_sent(cli, models, say):
 def test_variables_of_the_template(cli, models, say, refused):
     say("hello")
     options = (*OPTIONS, "--chat-template-kwargs", '{"mood": "glad"}')
-    result = cli("chat", "--target", models.target, *options, "--json")
-    [turn] = result.document["turns"]
+    [turn] = cli("chat", "--target", models.target, *options, "--json").document["turns"]
     asked = [{"role": "user", "content": "hello"}]
-    variables = {"mood": "glad"}
-    assert turn["prompt_token_ids"] == tiny.tokenizer().encode_chat(
-        asked, template_kwargs=variables
-    )
+    expected = tiny.tokenizer().encode_chat(asked, template_kwargs={"mood": "glad"})
+    assert turn["prompt_token_ids"] == expected
     assert "has no chat template" in refused("chat", "--target", models.no_template, *options)
     options = (*OPTIONS, "--chat-template-kwargs", "glad")
     assert "must be a JSON object" in refused("chat", "--target", models.target, *options)
+    assert "has no tokenizer" in refused("chat", "--target", models.no_tokenizer)

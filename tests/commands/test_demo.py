@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import io
-import types
 
 import pytest
 import tiny
 from rich.console import Console
 
 from jaxspec.commands import demo
-from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.ngram import NGram
+from jaxspec.engine.engine import Engine
 from jaxspec.lab import compare
 from jaxspec.load.models import load_model
-from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Origin
@@ -56,7 +54,7 @@ def check(document, *, max_tokens, batch_sizes, draft):
             assert run["rounds"] == run["num_tokens"]
             assert run["per_position_acceptance"] == []
         else:  # one window in common
-            assert run["engine"]["verify_length"] == document["config"]["draft_length"] + 1
+            assert run["engine"]["verify_length"] == 5
             rates = run["per_position_acceptance"]
             assert rates == sorted(rates, reverse=True)
 
@@ -72,18 +70,6 @@ def tiny_pair(models, monkeypatch):
     return pair
 
 
-def test_demo_on_a_tiny_pair(cli, tiny_pair):
-    args = ("--max-tokens", 6, "--repeats", 1, "--draft-length", 2, "--batch-sizes", 2)
-    result = cli("demo", *args, "--json")
-    assert result.status == 0, result.err
-    draft = str(tiny_pair["demo-draft"])
-    check(result.document, max_tokens=6, batch_sizes=(2,), draft=draft)
-    assert [run["num_prompts"] for run in result.document["runs"]] == [4] * 3
-    assert "Every output equals plain decoding" in result.out
-    assert "speculation pays at small batches" in " ".join(result.out.split())
-    assert "~the target's correction" in result.out
-
-
 @pytest.mark.slow
 def test_demo(cli):
     result = cli("demo", "--max-tokens", 8, "--repeats", 1, "--json")
@@ -91,100 +77,42 @@ def test_demo(cli):
     check(result.document, max_tokens=8, batch_sizes=(1, 8), draft="demo-draft")
 
 
-@dataclasses.dataclass
-class ScriptedEngine:
-    """An engine that decodes nothing; its speculative output may be wrong at the last token."""
+class WrongEngine(Engine):
+    """Its n-gram drafts change the last token of every output."""
 
-    target: LanguageModel
-    drafter: Drafter | None
-    draft_length: int
-    verify_length: int | None
-    batch_size: int
-    max_length: int
-    prefill_chunk: int
-    is_wrong = False
-
-    @property
-    def longest_prompt(self):
-        return self.max_length
-
-    @property
-    def shape(self):
-        verify_length = self.draft_length + 1 if self.drafter else 1
-        return types.SimpleNamespace(verify_length=verify_length, tree_depth=0)
-
-    @property
-    def executor(self):
-        parts = types.SimpleNamespace(drafter=types.SimpleNamespace(shares_state=False))
-        return types.SimpleNamespace(parts=parts, state=())
-
-    def warm_up(self, on_program=None):
-        return ()
-
-    def reset(self):
-        pass
-
-    def describe(self):
-        name = self.drafter.name if self.drafter else "none"
-        return {"batch_size": self.batch_size, "drafter": name}
-
-    def generate(self, prompts, params):
-        return []
-
-    def run(self, requests, *, speculate=True):
-        is_wrong = self.is_wrong and speculate and isinstance(self.drafter, NGram)
-        return [self.complete(request.prompt_token_ids, is_wrong) for request in requests]
-
-    def complete(self, prompt, is_wrong):
-        made = completion(["a", "b", "c"], [Origin.ACCEPTED, Origin.ACCEPTED, Origin.BONUS])
-        rates = (100, 99, 98, 97)  # as wide as four positions get
-        return dataclasses.replace(
-            made,
-            prompt_token_ids=tuple(prompt),
-            token_ids=(5, 6, 8 if is_wrong else 7),
-            acceptance=Acceptance(
-                num_rounds=100,
-                num_emitted_tokens=300,
-                num_drafts=100,
-                num_drafts_per_pos=(100,) * 4,
-                num_accepted_tokens_per_pos=rates,
-            ),
-        )
+    def run(self, requests, *, speculate=True, **options):
+        for made in super().run(requests, speculate=speculate, **options):
+            if speculate and isinstance(self.drafter, NGram):
+                *ids, last = made.token_ids
+                made = dataclasses.replace(made, token_ids=(*ids, (last + 1) % 256))
+            yield made
 
 
 @pytest.mark.parametrize("is_wrong", [False, True])
 def test_outputs_are_compared_with_plain_decoding(cli, tiny_pair, monkeypatch, is_wrong):
-    monkeypatch.setattr(compare, "Engine", ScriptedEngine)
-    monkeypatch.setattr(ScriptedEngine, "is_wrong", is_wrong)
-    result = cli("demo", "--json")
+    if is_wrong:
+        monkeypatch.setattr(compare, "Engine", WrongEngine)
+    args = ("--max-tokens", 6, "--repeats", 1, "--batch-sizes", 2)
+    result = cli("demo", *args, "--json")
     assert result.status == 0, result.err
-    runs = result.document["runs"]
-    assert result.document["all_equal_to_plain"] is not is_wrong
-    assert [run["equal_to_plain"] for run in runs] == 2 * [True, True, not is_wrong]
-    assert [run["num_prompts"] for run in runs] == 3 * [4] + 3 * [16]
+    document = result.document
+    if not is_wrong:
+        check(document, max_tokens=6, batch_sizes=(2,), draft=str(tiny_pair["demo-draft"]))
+        assert "speculation pays at small batches" in " ".join(result.out.split())
+        assert "~the target's correction" in result.out
+    assert document["all_equal_to_plain"] is not is_wrong
+    assert [run["equal_to_plain"] for run in document["runs"]] == [True, True, not is_wrong]
+    assert [run["num_prompts"] for run in document["runs"]] == [4] * 3
     assert ("this is a bug" in result.out) == is_wrong
-    assert ("Every output equals" in result.out) != is_wrong
-    lines = result.out.split("\n")[:-2]
-    assert all(len(line) <= 80 for line in lines)
-    rows = [line for line in lines if " 100 99 98 97 " in line]
-    assert len(rows) == 6  # nothing is folded
-    assert sum("NO" in row for row in rows) == 2 * is_wrong
-    assert sum("yes" in row for row in rows) == 4 - 2 * is_wrong
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--repeats", "0"), "--repeats 0"),
-        (("--batch-sizes", "0"), "--batch-sizes 0"),
-        (("--batch-sizes", "1", "17"), "from 1 to 16"),
-        (("--max-tokens", "0"), "max_tokens 0"),
-        (("--draft-length", "0"), "draft length of 0"),
-    ],
-)
-def test_refused_before_the_pair_is_loaded(refused, monkeypatch, args, message):
-    monkeypatch.setattr(demo, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    assert message in refused("demo", *args)
+    assert ("Every output equals plain decoding" in result.out) != is_wrong
+    # As wide as it gets, the table fits into 80 columns.
+    wide = {"per_position_acceptance": [1, 0.99, 0.98, 0.97], "label": "draft model"}
+    console = Console(file=io.StringIO(), width=80)
+    console.print(demo.runs_table([run | wide for run in document["runs"]]))
+    rows = [line for line in console.file.getvalue().split("\n") if " 100 99 98 97 " in line]
+    assert len(rows) == 3  # nothing is folded
+    assert sum("NO" in row for row in rows) == is_wrong
+    assert sum("yes" in row for row in rows) == 2 - is_wrong
 
 
 def test_prompts_are_ragged_and_from_every_domain():
@@ -232,6 +160,10 @@ SHOWN = completion(
 
 def test_marks_without_colours():
     assert demo.marked_text(SHOWN) == "[a[red]]+c~\ne[f]"
+
+
+def test_more_rows_than_prompts_are_refused(refused):
+    assert "from 1 to 16" in refused("demo", "--batch-sizes", 1, 17)
 
 
 @pytest.mark.parametrize("colour", [None, "truecolor"])

@@ -9,11 +9,9 @@ import json
 import os
 import pathlib
 import resource
+import shlex
 import shutil
-import signal
-import subprocess
 import sys
-import time
 
 import hf_checkpoints
 import jax
@@ -25,17 +23,14 @@ from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Ty
 from jaxspec.checkpoint.format import save_model
 from jaxspec.cli import main
 from jaxspec.commands import generate
-from jaxspec.commands.outputs import round_lengths
+from jaxspec.commands import options as common
+from jaxspec.commands.outputs import OutputFile, round_lengths
 from jaxspec.errors import JaxspecError
-from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.completions import find_stop, make_completion
 from jaxspec.requests.requests import make_requests
-from jaxspec.runtime.locks import only_writer
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Finish, Origin
-
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 PROMPTS = [
     {"prompt": "Once upon a time", "domain": "tales"},
@@ -117,35 +112,38 @@ def test_prompt_with_json(cli, models):
     assert "finished: length" in result.out
 
 
-def test_biases_and_allowed_tokens(cli, models):
-    options = ("--allowed-token-ids", 40, 41, "--logit-bias", '{"41": -100}', "--json")
-    result = cli("generate", *settings(models), "--prompt", "Once", *options)
+def test_settings_as_json(cli, models, prompts, whole):
+    """`--sampling-args` reach the requests, and `--engine-args` the engine."""
+    args = ("generate", *settings(models), "--prompt", "Once")
+    biased = '{"allowed_token_ids": [40, 41], "logit_bias": {"41": -100}}'
+    result = cli(*args, "--sampling-args", biased, "--json")
     assert result.status == 0, result.err
     assert result.document["completions"][0]["token_ids"] == [40] * 9
     assert result.document["sampling"]["logit_bias"] == [[41, -100.0]]
-    assert result.document["sampling"]["allowed_token_ids"] == [40, 41]
-
-
-@pytest.mark.parametrize("given", ["x", "[1]", '{"a": 1}', '{"5": 101}', '{"-5": 1}', '{"5": NaN}'])
-def test_other_biases_are_refused(refused, models, given):
-    said = refused("generate", *settings(models), "--prompt", "Once", "--logit-bias", given)
-    assert "logit" in said
+    aligned = '{"layout": "aligned", "scheduler": "static", "check_invariants": true}'
+    result = cli(*args[:-2], "--prompts", prompts, "--engine-args", aligned, "--json")
+    assert result.status == 0, result.err
+    document = result.document
+    assert (document["engine"]["layout"], document["engine"]["scheduler"]) == ("aligned", "static")
+    assert document["exactness"] == "ties"
+    # These prompts meet no tie, so the output is that of the ragged layout.
+    assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
 
 
 def test_interrupted_run_keeps_its_lines_and_resumes(
     cli, models, prompts, whole, tmp_path, monkeypatch
 ):
     path = tmp_path / "out.jsonl"
-    batches = generate._batches
+    append = OutputFile.append
 
-    def interrupt_second(*args):
-        found = batches(*args)
-        yield next(found)
-        raise KeyboardInterrupt
+    def interrupt_second(self, lines, batch, first, share_s):
+        if first:
+            raise KeyboardInterrupt
+        append(self, lines, batch, first, share_s)
 
     args = ("generate", *settings(models), "--prompts", prompts, "--output", path, "--json")
     with monkeypatch.context() as patched:
-        patched.setattr(generate, "_batches", interrupt_second)
+        patched.setattr(OutputFile, "append", interrupt_second)
         result = cli(*args)
     assert result.status == 130
     assert result.err.endswith("interrupted\n")
@@ -162,45 +160,41 @@ def test_interrupted_run_keeps_its_lines_and_resumes(
     assert path.read_bytes() == whole.read_bytes()
 
 
-def test_resume_of_a_finished_file_decodes_nothing(cli, models, prompts, whole, tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(whole.read_bytes())
-    result = cli(
-        "generate", *settings(models), "--prompts", prompts, "--output", path, "--resume", "--json"
-    )
-    assert result.document["num_resumed"] == 5
-    assert result.document["num_completions"] == 0
-    assert result.document["tokens_per_s"] is None
-    assert path.read_bytes() == whole.read_bytes()
-
-
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("made", "changes"),
     [
-        (("--max-tokens", 8), "Line 1 of"),
-        (("--verify-length", 5), "Line 1 of"),
-        (("--batch-size", 3), "Line 1 of"),
-        (("--ignore-eos",), "Line 1 of"),
-        (("--max-prompt-tokens", 4), "Line 1 of"),
-        (("--temperature", 0.5), "Line 1 of"),
-        (("--stop", "x"), "Line 1 of"),
-        (("--min-tokens", 2), "Line 1 of"),
-        (("--repetition-penalty", 1.1), "Line 1 of"),
-        (("--logprobs", 1), "Line 1 of"),
-        (("--limit", 3), "has 5 lines, and this run makes 3"),
+        *(
+            ("whole", changes)
+            for changes in (
+                ("--max-tokens", 8),
+                ("--verify-length", 5),
+                ("--batch-size", 3),
+                ("--ignore-eos",),
+                ("--max-prompt-tokens", 4),
+                ("--temperature", 0.5),
+                ("--sampling-args", '{"logprobs": 1}'),
+                ("--limit", 3),
+            )
+        ),
+        ("sampled", ("--seed", 6)),
+        ("sampled", ("--top-p", 0.9)),
+        ("sampled", ("--sampling-args", '{"allowed_token_ids": [5, 6]}')),
+        ("sampled", ("--verifier", "block")),
     ],
+    ids=str,
 )
 def test_resume_with_other_settings_is_refused(
-    refused, models, prompts, whole, tmp_path, changes, message
+    refused, models, prompts, tmp_path, request, made, changes
 ):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(whole.read_bytes()[:-9])
-    before = path.read_bytes()
-    if changes[0] == "--limit":
-        path.write_bytes(before := whole.read_bytes())
-    options = (*settings(models), "--prompts", prompts, "--output", path, "--resume")
+    path, before = tmp_path / "out.jsonl", request.getfixturevalue(made).read_bytes()
+    path.write_bytes(before)
+    options = (*settings(models), *(SAMPLED if made == "sampled" else ()))
     # A later option replaces an earlier one of the same name.
-    assert message in refused("generate", *options, *changes)
+    said = refused(
+        "generate", *options, "--prompts", prompts, "--output", path, "--resume", *changes
+    )
+    few = "has 5 lines, and this run makes 3"
+    assert (few if changes[0] == "--limit" else "Line 1 of") in said
     assert path.read_bytes() == before
 
 
@@ -214,30 +208,27 @@ def with_noise(path, destination):
 def test_resume_with_other_weights_under_the_same_name_is_refused(
     cli, refused, models, prompts, tmp_path
 ):
-    target, path = tmp_path / "target", tmp_path / "out.jsonl"
-    shutil.copytree(models.target, target)
-    args = ("generate", *settings(models), "--target", target, "--prompts", prompts)
-    args = (*args, "--output", path, "--resume")
-    assert cli(*args).status == 0
-    before = path.read_bytes()
-    with_noise(models.target, target)
-    assert "Line 1 of" in refused(*args)
+    """The target's; and the draft model's, where these change tokens."""
+    args = ("generate", *settings(models), "--prompts", prompts, "--resume")
+    for role, options in (
+        ("target", ()),
+        ("draft", ("--verifier", "rejection", "--temperature", 1)),
+    ):
+        model, path = tmp_path / role, tmp_path / f"{role}.jsonl"
+        shutil.copytree(getattr(models, role), model)
+        run = (*args, f"--{role}", model, "--output", path, *options)
+        assert cli(*run).status == 0
+        before = path.read_bytes()
+        with_noise(getattr(models, role), model)
+        assert "Line 1 of" in refused(*run)
+        assert path.read_bytes() == before
+    # The same weights, written once more, are the same weights; nothing is left to decode.
+    save_model(load_model(models.draft), model, overwrite=True)
+    result = cli(*run, "--json")
+    assert result.document["num_resumed"] == 5
+    assert result.document["num_completions"] == 0
+    assert result.document["tokens_per_s"] is None
     assert path.read_bytes() == before
-    # The same weights, written once more, are the same weights.
-    save_model(load_model(models.target), target, overwrite=True)
-    assert cli(*args).status == 0
-
-
-def test_where_the_draft_changes_tokens_its_weights_are_told_apart_too(
-    cli, refused, models, prompts, tmp_path
-):
-    draft, path = tmp_path / "draft", tmp_path / "out.jsonl"
-    shutil.copytree(models.draft, draft)
-    args = ("generate", *settings(models), "--draft", draft, "--verifier", "rejection")
-    args = (*args, "--temperature", 1, "--prompts", prompts, "--output", path, "--resume")
-    assert cli(*args).status == 0
-    with_noise(models.draft, draft)
-    assert "Line 1 of" in refused(*args)
 
 
 def test_checks_of_the_draft_model_can_be_left_out_too(cli, refused, models, tmp_path):
@@ -284,57 +275,26 @@ def test_every_prompt_gives_n_lines_with_seeds_of_their_own(sampled, whole):
     assert len({tuple(line["token_ids"]) for line in lines}) == 10
 
 
-def test_a_sampled_run_resumes_after_a_cut_line(cli, models, prompts, sampled, tmp_path):
+@pytest.mark.parametrize(
+    "drafting", [(), ("--drafter", "ngram", "--draft-length", 2, "--verify-length", 4)]
+)
+def test_a_sampled_run_resumes_after_a_cut_line(cli, models, prompts, sampled, tmp_path, drafting):
+    """Also under another drafter."""
     path = tmp_path / "out.jsonl"
     content = sampled.read_bytes()
     ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
     path.write_bytes(content[: ends[2] + 30])  # three lines, in the middle of a prompt, and a bit
     options = (*SAMPLED, "--prompts", prompts, "--output", path, "--resume", "--json")
-    result = cli("generate", *settings(models), *options)
+    shared = settings(models)
+    if drafting:
+        shared = (*shared[:2], *shared[4:-2], *drafting)  # without --draft and --draft-length
+    result = cli("generate", *shared, *options)
     assert result.status == 0, result.err
     assert result.document["num_resumed"] == 3
     assert result.document["num_prompts"] == 5
     assert result.document["num_completions"] == 7
-    assert path.read_bytes() == content
-
-
-def test_a_sampled_run_resumes_under_another_drafter(cli, models, prompts, sampled, tmp_path):
-    path = tmp_path / "out.jsonl"
-    path.write_bytes(b"".join(sampled.read_bytes().splitlines(keepends=True)[:4]))
-    options = (
-        "--target", models.target, "--drafter", "ngram", "--draft-length", 2, "--verify-length", 4,
-        "--max-tokens", 9, "--batch-size", 2, "--max-length", 100, *SAMPLED,
-        "--prompts", prompts, "--output", path, "--resume",
-    )  # fmt: skip
-    result = cli("generate", *options)
-    assert result.status == 0, result.err
     assert token_ids(path) == token_ids(sampled)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        ("--seed", 6),
-        ("--temperature", 0.7),
-        ("--top-p", 0.9),
-        ("--top-k", 5),
-        ("--min-p", 0.1),
-        ("--n", 1),
-        ("--presence-penalty", 0.1),
-        ("--logit-bias", '{"5": 1}'),
-        ("--allowed-token-ids", 5, 6),
-        ("--verifier", "block"),
-    ],
-)
-def test_resume_with_other_sampling_is_refused(
-    refused, models, prompts, sampled, tmp_path, changes
-):
-    path = tmp_path / "out.jsonl"
-    content = b"".join(sampled.read_bytes().splitlines(keepends=True)[:4])
-    path.write_bytes(content)
-    options = (*settings(models), *SAMPLED, "--prompts", prompts, "--output", path, "--resume")
-    assert "Line 1 of" in refused("generate", *options, *changes)
-    assert path.read_bytes() == content
+    assert path.read_bytes() == content or drafting
 
 
 def digest(verifier=None, drafter=None, draft_length=3, kernels="xla", **params):
@@ -377,7 +337,8 @@ def test_what_a_line_depends_on():
 
 def test_sampling_in_the_document(cli, models):
     result = cli(
-        "generate", *settings(models), "--prompt", "Once", "--temperature", 1, "--logprobs", 2,
+        "generate", *settings(models), "--prompt", "Once", "--temperature", 1,
+        "--sampling-args", '{"logprobs": 2}',
         "--verifier", "rejection", "--stop", "never this", "--stop", "nor this", "--json",
     )  # fmt: skip
     assert result.status == 0, result.err
@@ -385,12 +346,9 @@ def test_sampling_in_the_document(cli, models):
     assert document["verifier"] == "rejection"
     assert document["exactness"] == "distribution"
     assert document["promise"] == document["engine"]["promise"]
-    assert "the target's distribution" in document["promise"]
-    assert document["sampling"]["temperature"] == 1
     assert document["sampling"]["stop"] == ["never this", "nor this"]
-    assert document["sampling"]["seed"] == 0
     [completion] = document["completions"]
-    assert completion["seed"] == 0
+    assert completion["seed"] == document["sampling"]["seed"] == 0
     assert completion["logprobs_mode"] == "raw_logprobs"
     for token, of_token in zip(completion["token_ids"], completion["logprobs"], strict=True):
         assert str(token) in of_token
@@ -410,16 +368,17 @@ def test_a_stop_string_on_the_command_line(cli, models):
 
 def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 3}
-    load = generate.load_model
+    load = common.load_model
 
     def load_recommending(*args, **options):
         return dataclasses.replace(load(*args, **options), generation_config=dict(recommended))
 
-    monkeypatch.setattr(generate, "load_model", load_recommending)
+    monkeypatch.setattr(common, "load_model", load_recommending)
     args = ("generate", *settings(models), "--prompt", "Once", "--ignore-eos", "--json")
     plain = cli(*args).document
     assert plain["sampling"]["temperature"] == 0  # nothing is read silently
-    read = cli(*args, "--generation-config", "--n", 2, "--top-k", 0).document
+    off = ("--sampling-args", '{"top_k": 0}')
+    read = cli(*args, "--generation-config", "--n", 2, *off).document
     assert read["sampling"]["temperature"] == 0.6
     assert read["sampling"]["top_k"] == 0
     assert read["num_completions"] == 2
@@ -429,35 +388,6 @@ def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
     recommended.clear()
     message = refused(*args[:-1], "--generation-config", "--n", 2)
     assert "n 2 was given at temperature 0" in message
-
-
-@pytest.mark.slow
-def test_killed_run_resumes_to_the_same_tokens(cli, models, tmp_path):
-    prompts = tmp_path / "prompts.txt"
-    prompts.write_text("".join(f"prompt number {i}\n" for i in range(60)))
-    options = [
-        "generate", "--target", models.target, "--drafter", "ngram", "--max-tokens", 150,
-        "--max-length", 200, "--batch-size", 1, "--prompts", prompts,
-    ]  # fmt: skip
-    whole, killed = tmp_path / "whole.jsonl", tmp_path / "killed.jsonl"
-    assert cli(*options, "--output", whole).status == 0
-    process = subprocess.Popen(
-        [sys.executable, "-m", "jaxspec", *map(str, options), "--output", str(killed)],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 120
-    while not (killed.exists() and killed.read_bytes().count(b"\n") >= 3):
-        assert process.poll() is None, "it ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.kill()
-    assert process.wait() == -signal.SIGKILL
-    result = cli(*options, "--output", killed, "--resume", "--json")
-    assert result.status == 0, result.err
-    assert 3 <= result.document["num_resumed"] < 60
-    assert token_ids(killed) == token_ids(whole)
 
 
 def test_spec_bench_format(cli, models, tmp_path):
@@ -505,43 +435,20 @@ def test_round_lengths(origins, lengths):
     assert round_lengths(origins) == lengths
 
 
-def test_traces_are_written_beside_each_other(cli, models, prompts, whole, tmp_path):
-    pandas = pytest.importorskip("pandas")
-    trace, output = tmp_path / "new" / "trace.parquet", tmp_path / "out.jsonl"
-    args = (
-        "--prompts",
-        prompts,
-        "--output",
-        output,
-        "--trace",
-        trace,
-        "--trace-level",
-        "distributions",
-    )
-    result = cli("generate", *settings(models), *args, "--json")
-    assert result.status == 0, result.err
-    assert token_ids(output) == token_ids(whole)
-    tokens = trace.with_suffix(".tokens.parquet")
-    assert result.document["trace_files"] == [str(trace), str(tokens)]
-    assert {path.name for path in trace.parent.iterdir()} == {tokens.name, trace.name}
-    totals = result.document["acceptance"]
-    rounds, drafted = pandas.read_parquet(trace), pandas.read_parquet(tokens)
-    assert len(rounds) == totals["num_rounds"]
-    assert rounds.accepted.sum() == drafted.accepted.sum() == totals["num_accepted_tokens"]
-    assert len(drafted) == totals["num_draft_tokens"]
-    assert drafted.overlap.between(0, 1.0001).all()
-    assert "category" not in rounds  # not all prompts have one
-
-
-def test_a_trace_names_the_kind_of_each_prompt_and_replaces_an_older_one(cli, models, tmp_path):
+def test_a_trace(cli, models, tmp_path):
+    """It names the kind of each prompt, and replaces an older one."""
     pandas = pytest.importorskip("pandas")
     path, trace = tmp_path / "prompts.jsonl", tmp_path / "trace.parquet"
-    lines = [{"prompt": "aa bb", "domain": "x"}, {"prompt": "cc", "domain": "y"}]
+    lines = [{"prompt": "aa bb", "domain": "x"}, {"prompt": "cc", "domain": "y", "category": "z"}]
     path.write_text("\n".join(map(json.dumps, lines)))
     trace.write_text("old")
-    args = ("--prompts", path, "--n", 2, "--temperature", 1, "--trace", trace)
-    assert cli("generate", *settings(models), *args).status == 0
-    rounds = pandas.read_parquet(trace)
+    args = ("--prompts", path, "--n", 2, "--temperature", 1, "--trace", trace, "--json")
+    result = cli("generate", *settings(models), *args)
+    assert result.status == 0, result.err
+    rounds, totals = pandas.read_parquet(trace), result.document["acceptance"]
+    assert len(rounds) == totals["num_rounds"]
+    assert rounds.accepted.sum() == totals["num_accepted_tokens"]
+    assert "category" not in rounds  # not all prompts have one
     kinds = rounds.groupby("request_id").domain.unique().map(list).to_dict()
     assert kinds == {"0-0": ["x"], "0-1": ["x"], "1-0": ["y"], "1-1": ["y"]}
     assert [file.name for file in tmp_path.iterdir() if "trace" in file.name] == ["trace.parquet"]
@@ -583,37 +490,12 @@ def test_an_output_that_cannot_grow_keeps_its_whole_lines_and_resumes(
     assert path.read_bytes() == whole.read_bytes()
 
 
-def test_the_second_process_with_an_output_is_told_who_writes_it(refused, monkeypatch, tmp_path):
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    path = tmp_path / "out.jsonl"
-    with only_writer(path):
-        told = refused("generate", "--target", "demo-target", *ONE, "--output", path, "--resume")
-    assert f"out.jsonl is being written by process {os.getpid()} on" in told
-    assert not path.exists()
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (("--trace", "trace.csv"), "must end in .parquet"),
-        (("--trace-level", "tokens"), "without --trace"),
-        (("--trace", "t.parquet", "--output", "o", "--resume"), "with --resume"),
-        (("--trace", "/dev/null/t.parquet"), "cannot be written"),
-        (("--trace", "t.parquet", "--output", "./t.parquet"), "give each a file of its own"),
-    ],
-)
-def test_traces_that_are_refused(refused, tmp_path, monkeypatch, args, message):
-    monkeypatch.chdir(tmp_path)
-    assert message in refused("generate", "--target", "no-model", "--prompt", "a", *args)
-
-
 def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path, monkeypatch):
     (tmp_path / "my_drafters.py").write_text(
         "from jaxspec import NGram\n"
-        "def plain(): return NGram(1, 2)\n"
-        "def of_target(target):\n"
+        "def of_target(target, prompt_lookup_max=3):\n"
         "    assert target.vocab_size\n"
-        "    return NGram(1, 3)\n"
+        "    return NGram(1, prompt_lookup_max)\n"
         "def nothing(): return 3\n"
         "def two(a, b): return None\n"
     )
@@ -623,55 +505,38 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         sys, "path", [entry for entry in sys.path if entry not in ("", os.getcwd())]
     )
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 3)
-    result = cli(*base, "--drafter", "my_drafters:of_target", "--json")
-    assert result.status == 0, result.err
-    assert result.document["engine"]["drafter"] == "ngram:1-3"
-    target = tiny.model()
-    for name, expected in (
-        ("my_drafters:plain", NGram(1, 2)),
-        ("jaxspec:NGram", NGram()),
-    ):
-        assert make_drafter(name, target) == expected
-    assert make_drafter("none", target) is None
+    args = ("--drafter-args", '{"prompt_lookup_max": 2}')
+    for own, name in (((), "ngram:1-3"), (args, "ngram:1-2")):
+        result = cli(*base, "--drafter", "my_drafters:of_target", *own, "--json")
+        assert result.status == 0, result.err
+        assert result.document["engine"]["drafter"] == name
+    # More names that are none are in drafters/test_names.py.
     for name, message in (
         ("my_drafters:nothing", "a subclass of jaxspec.Drafter"),
         ("my_drafters:two", "needs 2 arguments"),
         ("my_drafters:absent", "AttributeError"),
         ("no_such_module:factory", "No module named"),
         ("broken_drafters:factory", "ZeroDivisionError"),
-        ("no_such_drafter", "There is no drafter 'no_such_drafter'"),
-        (":factory", "There is no drafter"),
-        ("ngram:4", "which takes prompt_lookup_min"),
-        ("draft_model", "The drafter draft_model was given without a model"),
-        ("draft_model@0.4:x", "There is no drafter"),
     ):
         assert message in refused(*base, "--drafter", name)
-    args = ("--drafter-args", '{"prompt_lookup_max": 2}')
-    result = cli(*base, "--drafter", "jaxspec:NGram", *args, "--json")
-    assert result.document["engine"]["drafter"] == "ngram:1-2"
 
 
 def test_settings_of_a_drafter(cli, refused, models):
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
     early, tree = '{"min_confidence": 0.25}', '{"tree": "2x3:5", "kv_window": 256, "kv_sinks": 8}'
-    of_kind = json.dumps({"kind": "draft_model", "model": str(models.draft), "tree": "2x3:5"})
     results = [
         cli(*base, *drafter, "--json").document
         for drafter in (
-            ("--draft", models.draft),
             ("--draft", models.draft, "--drafter-args", early),
             ("--drafter", f"draft_model:{models.draft}", "--drafter-args", tree),
-            ("--drafter", of_kind),
         )
     ]
     assert [document["engine"]["drafter"] for document in results] == [
-        f"draft_model:{models.draft}",
         f"draft_model@0.25:{models.draft}",
         f"draft_model[2x3:5]~256+8:{models.draft}",
-        f"draft_model[2x3:5]:{models.draft}",
     ]
     tokens = [document["completions"][0]["token_ids"] for document in results]
-    assert tokens[1:] == tokens[:1] * 3
+    assert tokens[0] == tokens[1]
     for given, message in (
         ((), "was given without a drafter; add --draft or --drafter"),
         (("--drafter", "none"), "was given without a drafter; add --draft or --drafter"),
@@ -684,76 +549,65 @@ def test_settings_of_a_drafter(cli, refused, models):
 ONE = ("--prompt", "Once")
 
 
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        ((), "No prompt was given"),
-        ((*ONE, "--prompts", "some.txt"), "Both --prompt and --prompts"),
-        (("--prompt", ""), "The prompt is empty"),
-        (("--prompts", "absent.txt"), "absent.txt cannot be read (No such file"),
-        (("--prompts", "."), "cannot be read (it is a directory, not a file)"),
-        ((*ONE, "--draft-length", "0", "--drafter", "ngram"), "draft length of 0"),
-        (
-            (*ONE, "--draft-length", "5", "--verify-length", "5", "--drafter", "ngram"),
-            "verify_length of 5",
-        ),
-        ((*ONE, "--verify-length", "5"), "--verify-length 5 was given without a drafter"),
-        ((*ONE, "--verify-length", "0"), "--verify-length 0 was given; it must be at least 1"),
-        ((*ONE, "--batch-size", "0"), "--batch-size 0"),
-        ((*ONE, "--max-length", "0"), "--max-length 0"),
-        ((*ONE, "--max-tokens", "0"), "max_tokens 0"),
-        ((*ONE, "--temperature", "-1"), "temperature -1.0 was given"),
-        ((*ONE, "--top-p", "0"), "top_p 0.0 was given"),
-        ((*ONE, "--top-p", "1.5", "--generation-config"), "top_p 1.5 was given"),
-        ((*ONE, "--top-k", "-3"), "top_k -3"),
-        ((*ONE, "--min-p", "2"), "min_p 2.0"),
-        ((*ONE, "--seed", "-1"), "seed -1"),
-        ((*ONE, "--n", "0"), "n 0 was given"),
-        ((*ONE, "--n", "0", "--generation-config"), "n 0 was given"),
-        ((*ONE, "--n", "2"), "n 2 was given at temperature 0"),
-        ((*ONE, "--min-tokens", "65"), "min_tokens 65"),
-        ((*ONE, "--stop", ""), "stop ('',)"),
-        ((*ONE, "--repetition-penalty", "0"), "repetition_penalty 0.0"),
-        ((*ONE, "--logprobs", "-1"), "logprobs -1"),
-        ((*ONE, "--verifier", "block"), "--verifier block was given without a drafter"),
-        (
-            (*ONE, "--n", "2", "--temperature", "1", "--format", "spec-bench", "--output", "o"),
-            "one answer per question",
-        ),
-        ((*ONE, "--limit", "0"), "--limit 0"),
-        ((*ONE, "--max-prompt-tokens", "0"), "--max-prompt-tokens 0"),
-        ((*ONE, "--draft", "x", "--drafter", "ngram"), "name one drafter"),
-        ((*ONE, "--draft", "x", "--drafter", "draft_model:y"), "name one drafter"),
-        ((*ONE, "--resume"), "--resume was given without --output"),
-        ((*ONE, "--format", "spec-bench"), "was given without --output"),
-        ((*ONE, "--format", "spec-bench", "--output", "o"), "no question_id or no category"),
-        ((*ONE, "--output", "/proc/none/out"), "/proc/none/out cannot be written"),
-        ((*ONE, "--output", "."), "cannot be written (Is a directory)"),
-        ((*ONE, "--output", "/dev/full"), "/dev/full cannot be written (it is a device, a pipe"),
-        ((*ONE, "--output", "/dev/full", "--resume"), "/dev/full cannot be written (it is a"),
-        (
-            (*ONE, "--chat", "--chat-template", "absent.jinja"),
-            "neither 'vicuna' nor a readable file",
-        ),
-        ((*ONE, "--chat-template", "vicuna"), "add --chat"),
-        ((*ONE, "--chat-template-kwargs", "{}"), "add --chat"),
-        ((*ONE, "--chat", "--chat-template-kwargs", "[1]"), "must be a JSON object"),
-        ((*ONE, "--chat", "--chat-template-kwargs", "{"), "must be a JSON object"),
-    ],
-)
-def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path, args, message):
+# What is given besides --target and --prompt, and what is said. Numbers out of range are in
+# test_options.py.
+REFUSED = {
+    "--prompts some.txt": "Both --prompt and --prompts",
+    "--draft-length 5 --verify-length 5 --drafter ngram": "verify_length of 5",
+    "--verify-length 5": "--verify-length 5 was given without a drafter",
+    "--verifier block": "--verifier block was given without a drafter",
+    "--top-p 1.5 --generation-config": "top_p 1.5 was given",
+    "--n 0 --generation-config": "n 0 was given",
+    "--n 2": "n 2 was given at temperature 0",
+    "--stop ''": "stop ('',)",
+    "--sampling-args x": "must be a JSON object",
+    """--sampling-args '{"min_tokens": 65}'""": "min_tokens 65",
+    """--sampling-args '{"logit_bias": {"5": 101}}'""": "logit_bias",
+    """--sampling-args '{"n": 2}'""": "n was given in --sampling-args, and is an option; use --n",
+    """--sampling-args '{"topk": 2}'""": "There is no sampling parameter 'topk'",
+    "--engine-args 5": "must be a JSON object",
+    """--engine-args '{"mesh": 2}'""": "'mesh' was given in --engine-args, which take budget_bytes",
+    """--engine-args '{"batch_size": 2}'""": "is an option; use --batch-size",
+    """--engine-args '{"scheduler": "x"}'""": "There is no scheduler",
+    """--engine-args '{"layout": 5}'""": "layout",
+    "--n 2 --temperature 1 --format spec-bench --output o": "one answer per question",
+    "--draft x --drafter ngram": "name one drafter",
+    "--resume": "--resume was given without --output",
+    "--format spec-bench": "was given without --output",
+    "--format spec-bench --output o": "no question_id or no category",
+    "--output /proc/none/out": "/proc/none/out cannot be written",
+    "--output .": "cannot be written (Is a directory)",
+    "--output /dev/full": "/dev/full cannot be written (it is a device, a pipe",
+    "--output /dev/full --resume": "/dev/full cannot be written (it is a",
+    "--output mine": "exists; add --resume",
+    "--chat --chat-template absent.jinja": "neither 'vicuna' nor a readable file",
+    "--chat-template vicuna": "add --chat",
+    "--chat-template-kwargs {}": "add --chat",
+    "--chat --chat-template-kwargs [1]": "must be a JSON object",
+    "--trace trace.csv": "must end in .parquet",
+    "--trace t.parquet --output o --resume": "with --resume",
+    "--trace t.parquet --output ./t.parquet": "give each a file of its own",
+    "--turns all --n 2 --temperature 1": "was given with --turns all",
+    "--turns all --max-prompt-tokens 9": "was given with --turns all",
+    "--turns all --output x --resume": "was given with --turns all",
+    """--turns all --engine-args '{"layout": "aligned"}'""": "was given with --turns all",
+}
+
+
+def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    assert message in refused("generate", "--target", "demo-target", *args)
-
-
-def test_existing_output_is_refused_and_kept(refused, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
-    path = tmp_path / "out.jsonl"
-    path.write_text("mine\n")
-    args = ("generate", "--target", "demo-target", *ONE, "--output", path)
-    assert "exists; add --resume" in refused(*args)
-    assert path.read_text() == "mine\n"
+    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    (tmp_path / "mine").write_text("mine\n")
+    target = ("generate", "--target", "demo-target")
+    for words, message in REFUSED.items():
+        assert message in refused(*target, *ONE, *shlex.split(words)), words
+    assert "No prompt was given" in refused(*target)
+    assert "The prompt is empty" in refused(*target, "--prompt", "")
+    absent = refused(*target, "--prompts", "absent.txt")
+    assert "absent.txt cannot be read (No such file" in absent
+    assert "it is a directory, not a file" in refused(*target, "--prompts", ".")
+    assert (tmp_path / "mine").read_text() == "mine\n"
+    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
 
 
 def test_refused_with_the_models_at_hand(refused, models, tmp_path):
@@ -789,17 +643,6 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
 def test_options_that_cannot_be_parsed_exit_with_2(cli):
     assert cli("generate", "--target", "demo-target", "--max-tokens", "many").status == 2
     assert cli("no-such-command").status == 2
-
-
-def test_the_aligned_layout_with_its_invariants_checked(cli, models, prompts, whole):
-    options = ("--layout", "aligned", "--check-invariants", "--prompts", prompts, "--json")
-    result = cli("generate", *settings(models), *options)
-    assert result.status == 0, result.err
-    document = result.document
-    assert document["engine"]["layout"] == "aligned"
-    assert document["exactness"] == "ties"
-    # These prompts meet no tie, so the output is that of the ragged layout.
-    assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
 
 
 # ------------------------------------------------------------------------------- several turns
@@ -844,69 +687,21 @@ def test_a_turn_that_does_not_fit_ends_its_chat_only(cli, models, tmp_path):
     assert "prompt 1, turn 1" in result.out
 
 
-@pytest.mark.parametrize(
-    "option",
-    [
-        ("--n", 2, "--temperature", 1),
-        ("--max-prompt-tokens", 9),
-        ("--layout", "aligned"),
-        ("--output", "x", "--resume"),
-    ],
-    ids=str,
-)
-def test_what_does_not_go_with_all_turns(refused, models, prompts, option, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    message = refused(
-        "generate", *settings(models), "--prompts", prompts, "--turns", "all", *option
-    )
-    assert "was given with --turns all" in message
-
-
-def printed(completion, *, has_special_tokens: bool) -> str:
-    console = Console(file=io.StringIO(), color_system=None, width=80)
-    generate.show_completions(
-        console, [completion], tiny.tokenizer(), has_special_tokens=has_special_tokens
-    )
-    shown, _, ending = console.file.getvalue().rpartition("\nfinished: ")
-    assert ending.startswith(completion.finish_reason)
-    return shown
-
-
 def test_the_text_of_completions_is_printed():
-    """Special tokens, and what a stop string cut off, only on request."""
+    """Without special tokens, and without what a stop string cut off."""
     model = tiny.model(text=tiny.tokenizer())
     ids = [*model.tokenizer.encode("né one")[1:], tiny.BOS, *model.tokenizer.encode(" two")[1:]]
-    origins = [Origin.PLAIN, Origin.ACCEPTED] * 9
     [request] = make_requests(["a prompt"], SamplingParams(stop=("e t",)), model, longest=99)
     stop = find_stop(model.tokenizer, ids, ("e t",), min_tokens=0)
-    common = {"stop_token": 1, "acceptance": Acceptance(num_rounds=1)}
-    ended = [*ids, tiny.EOS]
-    whole = make_completion(
-        request,
-        model,
-        token_ids=ended,
-        origins=origins[: len(ended)],
-        finish=Finish.STOP_TOKEN,
-        **common,
-    )
-    cut = make_completion(
-        request,
-        model,
-        token_ids=ids,
-        origins=origins[: len(ids)],
-        finish=Finish.STOP_STRING,
-        stopped=stop,
-        **common,
-    )
-    assert printed(whole, has_special_tokens=False) == whole.text == "né one two"
-    assert printed(cut, has_special_tokens=False) == cut.text == "né on"
-    assert printed(whole, has_special_tokens=True) == "né one<s> two</s>"
-    assert printed(cut, has_special_tokens=True) == "né one<s> t"
-
-
-def test_special_tokens_are_an_option(cli, models):
-    args = ("generate", "--target", models.target, "--prompt", "ab", "--max-tokens", 9)
-    plain = cli(*args, "--json")
-    [completion] = plain.document["completions"]
-    assert completion["text"] in plain.out
-    assert cli(*args, "--special-tokens").status == 0
+    for token_ids, ended, text in (
+        ([*ids, tiny.EOS], {"finish": Finish.STOP_TOKEN}, "né one two"),
+        (ids, {"finish": Finish.STOP_STRING, "stopped": stop}, "né on"),
+    ):
+        origins = ([Origin.PLAIN, Origin.ACCEPTED] * 9)[: len(token_ids)]
+        common = {"stop_token": 1, "acceptance": Acceptance(num_rounds=1), **ended}
+        made = make_completion(request, model, token_ids=token_ids, origins=origins, **common)
+        console = Console(file=io.StringIO(), color_system=None, width=80)
+        generate.show_completions(console, [made], model.tokenizer)
+        shown, _, ending = console.file.getvalue().rpartition("\nfinished: ")
+        assert shown == made.text == text
+        assert ending.startswith(made.finish_reason)

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
-import os
 import pathlib
 import re
 import subprocess
 import sys
+from unittest import mock
 
 import jax
 import pytest
 import tiny
 
 import jaxspec
-from jaxspec.cli import COMMANDS
+from jaxspec.cli import COMMANDS, load_command
 from jaxspec.commands import train
 from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import native_problem
 from jaxspec.load import models as checkpoint
 from jaxspec.models.registry import PRESETS
 from jaxspec.runtime.documents import make_document
@@ -57,6 +57,18 @@ def test_help_and_version_load_neither_jax_nor_a_command():
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert f"jaxspec {jaxspec.__version__}\n" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["generate", "audit"])
+def test_help_begins_with_what_people_set_first(cli, name):
+    command = load_command(name)
+    first, more = (
+        set(re.findall(r"^[│ ]{1,4}(--[a-z][a-z-]*)", part, re.MULTILINE))
+        for part in cli(name, "--help").out.split(" more options ")
+    )
+    assert len(first) == 12
+    assert first == {"--" + option.replace("_", "-") for option in command.FIRST}
+    assert len(first | more) == len(dataclasses.fields(command))
 
 
 def test_a_command_that_does_not_exist(cli):
@@ -134,11 +146,6 @@ def test_compiled_programs_are_listed_and_removed(cli, cache):
     assert not kept.exists()
 
 
-def test_convert_of_nothing_is_refused(refused, tmp_path):
-    assert "none-such" in refused("convert", tmp_path / "none-such", tmp_path / "out")
-    assert not (tmp_path / "out").exists()
-
-
 def test_train(cli, refused, monkeypatch, tmp_path):
     result = {
         "steps": 12,
@@ -169,63 +176,23 @@ def test_documents_are_what_json_reads_back(tmp_path):
     assert document["at"] == {"1": str(tmp_path)}
 
 
-def test_a_message_of_several_lines_becomes_one(refused, monkeypatch):
-    def fail(*_):
-        raise SettingError("one\n  two\nthree.")
+def test_how_an_error_is_told(cli, monkeypatch):
+    """In one line, if it is the user's to mend; with a traceback, if it is a bug."""
 
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert refused("env") == "error: one two three."
+    def status_of(error) -> tuple[int, str]:
+        monkeypatch.setattr("jaxspec.cli.run_command", mock.Mock(side_effect=error))
+        result = cli("env")
+        return result.status, result.err
 
-
-@pytest.mark.parametrize(
-    "error",
-    [
+    assert status_of(SettingError("one\n  two\nthree.")) == (1, "error: one two three.\n")
+    assert status_of(KeyboardInterrupt()) == (130, "interrupted\n")
+    for error in (
         MemoryError("Unable to allocate 373. GiB"),
         jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nand a long table"),
-    ],
-)
-def test_memory_that_does_not_suffice(refused, monkeypatch, error):
-    def fail(*_):
-        raise error
-
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
-    assert "lower --batch-size or --max-length, or choose" in refused("env")
-
-
-def test_errors_of_the_program_itself_keep_their_traceback(cli, monkeypatch):
-    def fail(*_):
-        raise jax.errors.JaxRuntimeError("INTERNAL: a bug")
-
-    monkeypatch.setattr("jaxspec.cli.run_command", fail)
+    ):
+        status, said = status_of(error)
+        assert status == 1
+        assert said.count("\n") == 1
+        assert "lower --batch-size or --max-length, or choose" in said
     with pytest.raises(jax.errors.JaxRuntimeError):
-        cli("env")
-
-
-def test_an_interrupt_is_no_traceback(cli, monkeypatch):
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("jaxspec.cli.run_command", interrupt)
-    result = cli("env")
-    assert result.status == 130
-    assert result.err == "interrupted\n"
-
-
-@pytest.mark.parametrize("args", [["env"], ["--help"], ["env", "--json"]])
-def test_a_reader_that_goes_away_is_no_traceback(args):
-    native_problem()  # the first to ask compiles the CPU kernels, and says so
-    read, write = os.pipe()
-    os.close(read)  # no one will ever read
-    try:
-        process = subprocess.run(
-            [sys.executable, "-m", "jaxspec", *args],
-            cwd=ROOT,
-            stdout=write,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-    finally:
-        os.close(write)
-    assert process.stderr == ""
-    assert process.returncode != 0
+        status_of(jax.errors.JaxRuntimeError("INTERNAL: a bug"))

@@ -17,7 +17,6 @@ from golden.make_vllm import FORMS, NUM_HEADS, VOCAB_SIZE, WIDTH
 from safetensors.numpy import save_file
 
 from jaxspec.drafters.heads import formulas
-from jaxspec.drafters.heads.block import run_training_block
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import TargetParts
 from jaxspec.load.drafters import load_drafter
@@ -115,7 +114,7 @@ def clover2_logits(config, params, head, hidden, tokens):
         lambda tokens: head[tokens],
     )
     segments = jnp.ones((1, len(tokens)), jnp.int32)
-    block = functools.partial(run_training_block, config, params, segments=segments)
+    block = functools.partial(formulas.run_training_block, config, params, segments=segments)
     [hidden] = formulas.anchor(config, params, parts, hidden[None], tokens[None], block)
     made = []
     for index in range(config.num_heads):

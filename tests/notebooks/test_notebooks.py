@@ -6,11 +6,20 @@ import nbclient
 import nbformat
 import pytest
 
+# What the cell with the tag `parameters` ends with in the test: sizes that show the same in less
+# time.
+SMALL = {
+    "00_acceptance": "MAX_TOKENS, DRAFT_LENGTHS = 16, (2, 6)",
+    "02_your_own_model_and_drafter": "TRAIN_STEPS, CHECKS = 60, ('draft_shape', 'output')",
+    "03_where_the_speedup_comes_from": "NUM_PROMPTS, MAX_TOKENS, REPEATS = 16, 24, 1",
+    "04_heads_that_read_the_target": "TEXT_TOKENS, NEW_TOKENS = 3_000, 16\n"
+    "TRAIN_TOKENS, BATCH_TOKENS = 5_120, 512",
+}
 NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
 
-def test_there_are_notebooks():
-    assert NOTEBOOKS
+def test_small_sizes_are_of_notebooks_that_exist():
+    assert set(SMALL) < {path.stem for path in NOTEBOOKS}
 
 
 def missing_outputs(notebook):
@@ -42,13 +51,24 @@ def test_the_check_sees_a_cell_that_was_not_run():
     assert sum("should have printed" in line for line in found) == 2
 
 
+def run(notebook, environment) -> None:
+    client = nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3")
+    client.execute(env=environment)
+
+
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_notebook_runs(path):
+def test_notebook_runs(path, fast_environment):
     notebook = nbformat.read(path, as_version=4)
-    nbclient.NotebookClient(notebook, timeout=600, kernel_name="python3").execute()
+    with_parameters = [
+        cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ())
+    ]
+    assert len(with_parameters) == (path.stem in SMALL)
+    for cell in with_parameters:
+        cell.source += f"\n{SMALL[path.stem]}"
+    run(notebook, fast_environment)
 
 
-def test_a_failing_cell_fails():
+def test_a_failing_cell_fails(fast_environment):
     broken = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("assert False")])
     with pytest.raises(nbclient.exceptions.CellExecutionError):
-        nbclient.NotebookClient(broken, timeout=60, kernel_name="python3").execute()
+        run(broken, fast_environment)

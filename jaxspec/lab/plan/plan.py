@@ -231,7 +231,8 @@ class MemoryPlan:
         lines.append(f"engine = {_call('jaxspec.Engine', *arguments, **self.engine_options)}")
         if settings.draft_length:
             words += ["--verifier", self.verifier]
-        words += ["--scheduler", self.scheduler]
+        if self.scheduler != "continuous":
+            words += ["--engine-args", shlex.quote(json.dumps({"scheduler": self.scheduler}))]
         for name, value in dataclasses.asdict(settings).items():
             if value and not name.startswith(("num", "draft_kv")):
                 words += [f"--{name.replace('_', '-')}", str(value)]
