@@ -156,7 +156,7 @@ class ModelUnderTest:
         # A copy, because JAX may read a NumPy array later, when its owner has changed it.
         return self.forward(params, cache, np.array(tokens, np.int32), window)
 
-    def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
+    def context(self, lengths, tokens=None) -> kv.KVCache:
         """A cache in which `lengths` tokens of each row were processed, window by window, with all
         rows at the same position."""
         tokens = self.tokens if tokens is None else tokens
@@ -165,7 +165,7 @@ class ModelUnderTest:
             window = tokens[:, first : first + WINDOW]
             start = np.full(ROWS, first)
             running = first < np.asarray(lengths)
-            cache = self.score(cache, window, start, is_running=running, params=params)[2]
+            cache = self.score(cache, window, start, is_running=running)[2]
         return cache
 
     @functools.cached_property

@@ -16,6 +16,7 @@ import toy
 
 import jaxspec
 from jaxspec import sampling
+from jaxspec.audit.chi_square import pooled
 from jaxspec.engine.engine import Engine
 from jaxspec.models.prefill import chain_window
 from jaxspec.requests.sampling_params import SamplingParams
@@ -128,15 +129,7 @@ def p_values(tokens, first, second):
         if observed[expected == 0].any():
             found.append(0.0)
             continue
-        expected = expected * len(drawn)
-        is_rare = expected < 5
-        counts, means = (
-            np.append(values[~is_rare], values[is_rare].sum()) for values in (observed, expected)
-        )
-        if means[-1] < 5 and len(means) > 1:  # too rare even together: count them as the next
-            counts, means = (
-                np.append(values[:-2], values[-2:].sum()) for values in (counts, means)
-            )
+        counts, means = pooled(observed, expected * len(drawn))
         if len(means) > 1:
             found.append(scipy.stats.chisquare(counts, means).pvalue)
     return found
