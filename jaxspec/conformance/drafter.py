@@ -30,7 +30,7 @@ from jaxspec.conformance.checks import (
     rounding_of,
 )
 from jaxspec.conformance.report import (
-    Clause,
+    Check,
     ConformanceReport,
     NotApplicable,
     Untested,
@@ -56,7 +56,7 @@ DRAWN = (  # sampling parameters of each row for that test
     {"temperature": 1.5, "top_p": 1.0, "top_k": 20},
 )
 
-DRAFTER_CHECKS: dict[str, Clause] = {}
+DRAFTER_CHECKS: dict[str, Check] = {}
 
 
 def check_drafter(
