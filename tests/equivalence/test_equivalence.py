@@ -18,13 +18,14 @@ import numpy as np
 import pytest
 import ties
 import toy
-from live import live_kv, poison
+from live import live_pages, poison
 
 import jaxspec
 from jaxspec import sampling
 from jaxspec.decode import round as decoding
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine
+from jaxspec.kernels import cpu as native
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import RopeConfig
@@ -33,7 +34,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import chain_parents
 from jaxspec.verifiers import coupled
 
-LENGTHS = (1, 2, 30, 129, 5, 140, 77, 12)
+LENGTHS = (1, 2, 30, 126, 5, 140, 77, 12)  # one row goes from its first page to its second
 NUM_ROWS = 6
 PARAMS = [
     SamplingParams(max_tokens=20, temperature=0.8, seed=1),
@@ -112,7 +113,10 @@ LONGER = (  # the table is quicker without
     "FlexDraft of copied projectors, parallel",
     "FlexDraft of copied projectors, sequential",
 )
+# Settings: dtype, kernels, and the dtype of KV where it is not that of the model.
 NATIVE, XLA = "float32, default", "bfloat16, xla"
+INT8_XLA, INT8_NATIVE = "float32, xla, int8", "bfloat16, native, int8"
+needs_native = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
 IN_BFLOAT16 = {  # where each tier has those that differ in how they score and store
     "DraftModel of the target": (),
     "a tree": (),
@@ -126,6 +130,19 @@ IN_BFLOAT16 = {  # where each tier has those that differ in how they score and s
 TABLE = [
     *(pytest.param(NATIVE, x, marks=[pytest.mark.system] * (x in LONGER)) for x in DRAFTERS),
     *(pytest.param(XLA, x, marks=IN_BFLOAT16.get(x, pytest.mark.slow)) for x in DRAFTERS),
+    pytest.param(INT8_XLA, "a tree"),
+    pytest.param(INT8_NATIVE, "a tree", marks=needs_native),
+    pytest.param("float32, native, int8", "a tree", marks=[needs_native, pytest.mark.system]),
+    pytest.param("float32, pallas, int8", "a tree", marks=pytest.mark.system),
+    *(
+        pytest.param(kind, x, marks=[pytest.mark.system, *marks])
+        for kind, marks in ((INT8_XLA, []), (INT8_NATIVE, [needs_native]))
+        for x in (
+            "FlexDraft of copied projectors, parallel",
+            "FlexDraft of copied projectors, sequential",
+            "Heads of Clover, a budget",
+        )
+    ),
 ]
 FEW = [
     pytest.param(kind, name, marks=marks)
@@ -142,6 +159,9 @@ FEW = [
         (XLA, "Heads of Clover, a budget", pytest.mark.system),
         (XLA, "Oracle with cost", pytest.mark.system),
         (XLA, "DraftModel of the target, a beam tree", pytest.mark.system),
+        (INT8_XLA, "NGram", pytest.mark.system),
+        (INT8_NATIVE, "NGram", [needs_native, pytest.mark.system]),
+        ("float32, pallas, int8", "NGram", pytest.mark.slow),
     )
 ]
 few_drafters = pytest.mark.parametrize(("setting", "name"), FEW, indirect=["setting"])
@@ -171,11 +191,12 @@ class Setting:
 
     @classmethod
     def of(cls, kind):
-        dtype, kernels = kind.split(", ")
+        dtype, kernels, kv_dtype = [*kind.split(", "), None][:3]
         # A head that fills the vectors of every processor the native kernels are written for.
         target = toy.model(
             kernels=default_kernels() if kernels == "default" else kernels,
             dtype=jnp.dtype(dtype),
+            kv_dtype=kv_dtype,
             head_size=16,
             rope=RopeConfig(theta=1e4, rotary_size=16),
         )
@@ -215,17 +236,21 @@ def token_ids(completions):
 
 
 def check_tokens_and_kv(setting, name):
-    engine, batch, params = setting.engine(name), setting.prompts[:NUM_ROWS], PARAMS[:NUM_ROWS]
+    target, engine = setting.target, setting.engine(name)
+    batch, params = setting.prompts[:NUM_ROWS], PARAMS[:NUM_ROWS]
     plain = engine.generate(batch, params, speculate=False)
-    plain_kv = live_kv(engine)
+    plain_kv = live_pages(engine)
     poison(engine)  # or the plain run's KV would stand in for what the drafted run fails to write
     drafted = engine.generate(batch, params)
     assert token_ids(drafted) == token_ids(plain)
-    for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
+    for ours, theirs in zip(live_pages(engine), plain_kv, strict=True):
         np.testing.assert_array_equal(ours, theirs)
+    if target.kv_dtype == "int8":
+        assert [pages.dtype for pages in plain_kv[:4]] == [np.int8, np.int8, np.float32, np.float32]
+        assert np.abs(plain_kv[0]).max() == 127
     program = engine.shape.tree_depth, engine.executor.parts.drafter.score is not None
     assert token_ids(plain) == setting.expected.setdefault(program, token_ids(plain))
-    if setting.target.dtype == jnp.float32:
+    if target.kernels == "native" or (target.dtype == jnp.float32 and target.kv_dtype is None):
         assert token_ids(plain) == token_ids(setting.reference[:NUM_ROWS])
     total = jaxspec.Acceptance.total([completion.acceptance for completion in drafted])
     assert total.num_draft_tokens > 0
