@@ -122,15 +122,6 @@ def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
     return prompts
 
 
-def _deepest(draft: Draft) -> int:
-    """Depth of the deepest valid node; 0 if there is none."""
-    num_rows, num_nodes = draft.tokens.shape
-    depth = np.zeros((num_rows, num_nodes + 1), int)  # the last is that of the root
-    for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
-        depth[:, node] = 1 + depth[np.arange(num_rows), parents]
-    return int(np.max(depth[:, :-1][_is_valid(draft)], initial=0))
-
-
 def _is_valid(draft: Draft) -> np.ndarray:
     """`[B, N]` bool, which nodes are neither padding nor holes."""
     return np.asarray(draft.is_node)
@@ -221,7 +212,8 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         demand((is_before | is_invalid).all(), "a node comes before its parent")
         is_next = (draft.parents == node - 1) | (not b.drafter.is_chain)
         demand((is_next | is_invalid).all(), "is_chain is True, and a draft is no chain")
-        deepest, most = _deepest(draft), b.parts.draft_depth
+        deepest = int(np.max(_depths(draft)[_is_valid(draft)], initial=0))
+        most = b.parts.draft_depth
         demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(draft.num_valid.sum())
     _need_drafts(num_drafted)
@@ -563,13 +555,11 @@ def _need_draws(b: DrafterUnderTest) -> None:
 
 def _depths(draft: Draft) -> np.ndarray:
     """`[B, N]` int32, the depth of each node, from 1 on."""
-    parents = np.asarray(draft.parents)
-    depths = np.zeros(parents.shape, np.int32)
-    for node in range(parents.shape[1]):
-        parent = parents[:, node, None]
-        above = np.take_along_axis(depths, np.maximum(parent, 0), axis=1)
-        depths[:, node] = 1 + np.where(parent < 0, 0, above)[:, 0]
-    return depths
+    num_rows, num_nodes = draft.tokens.shape
+    depths = np.zeros((num_rows, num_nodes + 1), np.int32)  # the last is that of the root
+    for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
+        depths[:, node] = 1 + depths[np.arange(num_rows), parents]
+    return depths[:, :-1]
 
 
 def _taken_by_siblings(draft: Draft, vocab_size: int) -> np.ndarray:

@@ -239,8 +239,8 @@ class ModelUnderTest:
         return max(map(len, self.prompts)) + MAX_TOKENS
 
 
-@dataclasses.dataclass(frozen=True)
-class Scripted:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripted(Coupled):
     """Coupled verification, except for rows with the stop token `marker`: a random number of their
     drafts is accepted, from none to all, whatever the target says, so that drafters meet every
     outcome.
@@ -250,13 +250,10 @@ class Scripted:
     """
 
     marker: int
-    name: str = "scripted"
-    promise: str = "none"
-    is_lossless: bool = False
-    is_coupled: bool = True
-    is_noise_shared: bool = True
     needs_draft_probs: bool = False
-    takes_trees: bool = True
+    name = "scripted"
+    promise = "none"
+    is_lossless = False
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
@@ -268,7 +265,7 @@ class Scripted:
             shape = (-1,) + (1,) * (honest.ndim - 1)
             return jnp.where(is_scripted.reshape(shape), scripted, honest)
 
-        honest = Coupled().verify(logits, draft, rows, prefix)
+        honest = super().verify(logits, draft, rows, prefix)
         return jax.tree.map(choose, self.script(draft, rows), honest)
 
     def script(self, draft: Draft, rows: BatchView) -> Verdict:
