@@ -201,7 +201,7 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         "num_valid": f"int32{[ROWS]}",
         "q": f"float32{[ROWS, b.num_nodes, b.target.vocab_size]}",
     }
-    for _, draft in b.rounds(range(ROWS)):
+    for _, draft in b.history:
         found = {name: getattr(draft, name) for name in kinds if name != "q" or draft.q is not None}
         for name, array in found.items():
             kind, expected = kind_of(array), kinds[name]
@@ -223,7 +223,7 @@ def _draft_shape(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C5", "drafted tokens are of the target's vocabulary")
 def _vocabulary(b: DrafterUnderTest) -> str:
     size, num_drafted = b.target.vocab_size, 0
-    for _, draft in b.rounds(range(ROWS)):
+    for _, draft in b.history:
         node = np.arange(draft.tokens.shape[1])
         drafted = draft.tokens[node < np.asarray(draft.num_valid)[:, None]]
         if not b.drafter.is_chain:
@@ -475,6 +475,8 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
+    if not b.is_drawn:
+        raise NotApplicable("it draws nothing")
     prompt = list(b.prompts[1])
     # A temperature so high that any distribution is nearly flat, so that equal noise shows as equal
     # tokens. Row 1 is a token longer than row 0 and has its key, as one request in two rounds; row
@@ -485,8 +487,6 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
         prompts, hot, num_draws=NUM_DRAWS, keys_of=lambda keys: keys[np.array([0, 0, 2])]
     )
     drafts = [draft for _, draft in draws]
-    if drafts[0].q is None:
-        raise NotApplicable("it draws nothing")
     # Siblings of one parent differ in any case, so only the first of them count.
     depth = _depths(drafts[0])[0]
     is_first = ~_taken_by_siblings(drafts[0], b.target.vocab_size)[0].any(axis=1)
@@ -523,10 +523,10 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
+    if not b.is_drawn:
+        raise NotApplicable("it draws nothing")
     num_tokens = 0
     for keyed, draft in b.with_shared_noise.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
-        if draft.q is None:
-            raise NotApplicable("it draws nothing")
         position = keyed.num_committed[:, None] + jnp.asarray(_depths(draft) - 1)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))

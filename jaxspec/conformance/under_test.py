@@ -454,6 +454,12 @@ class DrafterUnderTest:
         """The same with these distributions, where drafts are drawn with the target's noise."""
         return dataclasses.replace(self.with_probs, is_noise_shared=True)
 
+    @functools.cached_property
+    def is_drawn(self) -> bool:
+        """Whether drafts are drawn, so that they come with a distribution."""
+        engine = self.with_probs
+        return engine.draft(engine.fresh(self.requests(range(ROWS)))).q is not None
+
     def draws(
         self,
         prompts: Sequence[Sequence[int]],
