@@ -494,8 +494,8 @@ def drawing(draw):
 class Switched(jaxspec.Drafter):
     """A drafter with its faults in one program.
 
-    A fault is functions of the drafter, by name. Which one is on, counted from 1, is among the
-    parameters; 0 is none.
+    A fault is functions of the drafter, by name; `drafted` changes what it proposed. Which fault is
+    on, counted from 1, is among the parameters; 0 is none.
     """
 
     def __init__(self, sound, faults):
@@ -509,7 +509,7 @@ class Switched(jaxspec.Drafter):
         return {"sound": self.sound.params, "armed": jnp.int32(self.armed)}
 
     def _call(self, name, shape, params, *rest):
-        ways, way_of = [getattr(self.sound, name)], [0]
+        ways, way_of = [getattr(self.sound, name, self.drafted)], [0]
         for fault in self.faults:
             if name in fault:
                 ways.append(functools.partial(fault[name], self.sound))
@@ -523,8 +523,12 @@ class Switched(jaxspec.Drafter):
     def catch_up(self, *arguments):
         return self._call("catch_up", *arguments)
 
-    def propose(self, *arguments):
-        return self._call("propose", *arguments)
+    def propose(self, shape, params, state, rows):
+        draft, state = self._call("propose", shape, params, state, rows)
+        return self._call("drafted", shape, params, draft), state
+
+    def drafted(self, shape, params, draft):
+        return draft
 
     def commit(self, *arguments):
         return self._call("commit", *arguments)
@@ -563,22 +567,20 @@ def draw_with_noise(*, is_shared):
     return draw
 
 
-def swap_siblings(self, shape, params, state, rows):
+def swap_siblings(self, shape, params, draft):
     """The first two nodes, children of one parent, in another order than they were drawn."""
-    draft, state = jaxspec.DraftModel.propose(self, shape, params, state, rows)
     order = jnp.asarray([1, 0, *range(2, shape.num_nodes)])
-    return draft.replace(tokens=draft.tokens[:, order]), state
+    return draft.replace(tokens=draft.tokens[:, order])
+
+
+def repeat_sibling(self, shape, params, draft):
+    """Drawn with replacement: the second child may be the first again, and here it is."""
+    return draft.replace(tokens=draft.tokens.at[:, 1].set(draft.tokens[:, 0]))
 
 
 def own_noise(self, shape, params, state, rows):
     shape = dataclasses.replace(shape, is_noise_shared=False)
     return jaxspec.DraftModel.propose(self, shape, params, state, rows)
-
-
-def repeat_sibling(self, shape, params, state, rows):
-    """Drawn with replacement: the second child may be the first again, and here it is."""
-    draft, state = jaxspec.DraftModel.propose(self, shape, params, state, rows)
-    return draft.replace(tokens=draft.tokens.at[:, 1].set(draft.tokens[:, 0])), state
 
 
 def random_tokens(shape, draft, rows):
@@ -681,8 +683,8 @@ FAULTS = {
         "noise of its own": ("shared_noise", drawing(draw_with_noise(is_shared=False))),
     },
     "a draft model of trees": {
-        "siblings in another order than drawn": ("draft_probs", {"propose": swap_siblings}),
-        "siblings drawn with replacement": ("draft_probs", {"propose": repeat_sibling}),
+        "siblings in another order than drawn": ("draft_probs", {"drafted": swap_siblings}),
+        "siblings drawn with replacement": ("draft_probs", {"drafted": repeat_sibling}),
         "trees by noise of its own": ("shared_noise", {"propose": own_noise}),
     },
 }
