@@ -531,7 +531,7 @@ def _shared_noise(b: DrafterUnderTest) -> str:
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
-            perturbed = np.log(draft.q) + noise
+            perturbed = np.log(np.asarray(draft.q)) + noise
         is_taken = _taken_by_siblings(draft, b.target.vocab_size)
         perturbed = np.where(is_taken, -np.inf, perturbed)
         tokens = np.asarray(draft.tokens)

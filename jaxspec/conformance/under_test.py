@@ -251,9 +251,13 @@ class Scripted(Coupled):
 
     marker: int
     needs_draft_probs: bool = False
-    name = "scripted"
     promise = "none"
     is_lossless = False
+
+    @property
+    def name(self) -> str:
+        """`scripted`."""
+        return "scripted"
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
