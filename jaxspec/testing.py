@@ -27,13 +27,12 @@ Bitwise comparisons are made within one compiled program.
 
 from jaxspec.conformance.drafter import DRAFTER_CHECKS, battery_prompts, check_drafter
 from jaxspec.conformance.model import MODEL_CHECKS, check_model
-from jaxspec.conformance.report import Check, Clause, ConformanceReport, Outcome
+from jaxspec.conformance.report import Check, ConformanceReport, Outcome
 
 __all__ = [
     "DRAFTER_CHECKS",
     "MODEL_CHECKS",
     "Check",
-    "Clause",
     "ConformanceReport",
     "Outcome",
     "battery_prompts",

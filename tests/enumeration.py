@@ -26,6 +26,8 @@ from jaxspec.sampling import neutral_sampling
 from jaxspec.types import BatchView, Draft
 
 PROMPT_LENGTH = 3
+ROUNDING = 2e-7  # of fp32; a bias that anybody could notice is thousands of times it
+V, DEPTH = 3, 8  # vocabulary of the tables, and tokens of two rounds of three drafts
 LARGEST_DRAW = 1 - 2**-24  # of fp32 draws in [0, 1)
 NEVER = 1e-7  # probability below the resolution of such draws
 NUM_STEPS, NUM_REFINEMENTS = 8, 8  # of a search for a threshold, to 2**-24
@@ -94,6 +96,31 @@ class Case:
             for parent in range(-1, self.num_nodes)
         }
         return [(parent, nodes) for parent, nodes in children.items() if nodes]
+
+
+def random_distributions(seed, *, size=V, depth=DEPTH, sharpness=0.6) -> np.ndarray:
+    """`[D, V, V]`, random ones."""
+    return np.random.default_rng(seed).dirichlet(np.full(size, sharpness), (depth, size))
+
+
+def one_hot(seed) -> np.ndarray:
+    """`[D, V, V]`, of one token each."""
+    return np.eye(V)[np.random.default_rng(seed).integers(0, V, (DEPTH, V))]
+
+
+def thinned(distributions, seed) -> np.ndarray:
+    """The distributions with a zero entry in each."""
+    zeros = np.eye(V)[np.random.default_rng(seed).integers(0, V, distributions.shape[:2])]
+    distributions = np.where(zeros == 1, 0, distributions)
+    return distributions / distributions.sum(-1, keepdims=True)
+
+
+def position_keys_only(rows, node, stream):
+    """A fault of `sampling.round_keys`: a round's noise by position, so what one round drew and did
+    not use, the next draws again."""
+    position = rows.num_committed[:, None] + node
+    keys = sampling.position_keys(rows.sampling, position)
+    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, stream)))(keys)
 
 
 def biased(p: np.ndarray, params: SamplingParams | None) -> np.ndarray:

@@ -44,7 +44,6 @@ class DistributionTest:
       noncentrality: allowed for rounding.
       p_value: probability of a statistic at least this large if the samples follow the
         distribution; 0 if a token was drawn that the filters exclude by more than rounding.
-      p_value_unrounded: the same without the allowance.
     """
 
     num_samples: int
@@ -53,7 +52,6 @@ class DistributionTest:
     degrees_of_freedom: int
     noncentrality: float
     p_value: float
-    p_value_unrounded: float
 
 
 def test_distribution(
@@ -89,18 +87,16 @@ def test_distribution(
             noncentrality += num * (noise / params.temperature) ** 2
     if num_groups == 0 and not is_excluded:
         return None
-    central = float(scipy.stats.chi2.sf(statistic, degrees)) if degrees else 1.0
-    allowing = central
+    p_value = float(scipy.stats.chi2.sf(statistic, degrees)) if degrees else 1.0
     if noncentrality > 0 and degrees:
-        allowing = float(scipy.stats.ncx2.sf(statistic, degrees, noncentrality))
+        p_value = max(p_value, float(scipy.stats.ncx2.sf(statistic, degrees, noncentrality)))
     return DistributionTest(
         num_samples=len(samples),
         num_groups=num_groups,
         statistic=statistic,
         degrees_of_freedom=degrees,
         noncentrality=noncentrality,
-        p_value=0.0 if is_excluded else max(allowing, central),
-        p_value_unrounded=0.0 if is_excluded else central,
+        p_value=0.0 if is_excluded else p_value,
     )
 
 

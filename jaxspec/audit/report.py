@@ -75,7 +75,7 @@ class AuditReport:
         )
 
     def plots(self) -> list[Plot]:
-        """Where outputs diverge, margins against bounds, and the share of equal outputs.
+        """Margins against bounds, and the share of equal outputs.
 
         Raises:
           SettingError: matplotlib is not installed.
@@ -83,7 +83,7 @@ class AuditReport:
         every = [d for _, d in self.divergences]
         found = {finding: [d for d in every if d.finding == finding] for finding in Finding}
         shown = {finding: divergences for finding, divergences in found.items() if divergences}
-        plots = [_plot_indices(shown), _plot_margins(shown)] if shown else []
+        plots = [_plot_margins(shown)] if shown else []
         return [*plots, _plot_curves(self.curves)] if self.curves else plots
 
     def write_html(self, path: str | os.PathLike) -> None:
@@ -272,24 +272,6 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
         divergences=[(f"line {line}", divergence) for line, divergence in audit.divergences],
         curves=curves,
     )
-
-
-def _plot_indices(shown: dict[Finding, list[Divergence]]) -> Plot:
-    from matplotlib.ticker import MaxNLocator
-
-    figure, axes = new_figure()
-    last = max(d.index for found in shown.values() for d in found)
-    axes.hist(
-        [[d.index for d in found] for found in shown.values()],
-        bins=np.linspace(-0.5, last + 0.5, min(last + 1, 32) + 1).tolist(),
-        stacked=True,
-        label=[finding.value for finding in shown],
-        color=[COLOURS[finding] for finding in shown],
-    )
-    axes.set(xlabel="index of the token in the output", ylabel="divergences")
-    axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False)
-    return Plot(name="indices", caption="Where outputs diverge", figure=figure)
 
 
 def _plot_margins(shown: dict[Finding, list[Divergence]]) -> Plot:

@@ -20,8 +20,8 @@ from jaxspec.audit.chi_square import pooled
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts
 from jaxspec.drafters.draft_model import DraftModel
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
+from jaxspec.sampling import neutral_sampling
 from jaxspec.types import EngineShape, Finish, RowSampling
 from jaxspec.verifiers import Verifier
 
@@ -122,11 +122,12 @@ class DistributionScene:
 
     def _sampling(self) -> RowSampling:
         """A key per row, and the same filters for all."""
-        params = SamplingParams(temperature=self.temperature, top_p=self.top_p, seed=0)
-        one = params.of_row(prompt_length=1)
-        every = jax.tree.map(lambda x: jnp.broadcast_to(x, (self.num_rows, *np.shape(x))), one)
         numbers = jnp.arange(self.num_rows, dtype=jnp.uint32)
-        return every.replace(key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1))
+        return neutral_sampling(self.num_rows).replace(
+            temperature=jnp.full((self.num_rows,), self.temperature, jnp.float32),
+            top_p=jnp.full((self.num_rows,), self.top_p, jnp.float32),
+            key=jnp.stack([jnp.zeros_like(numbers), numbers], axis=1),
+        )
 
     def distribution(self) -> np.ndarray:
         """`[V] * num_tokens` probabilities of the outputs that start after token 0, computed

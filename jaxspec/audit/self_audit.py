@@ -79,13 +79,11 @@ class Level:
     """The results of the comparisons of one level.
 
     Attributes:
-      name: a key of `CLAIMS`.
       outputs: those compared at this level; empty if it does not apply.
       reason: why it does not apply, or None.
       allows_ties: whether a proven tie is within the promise.
     """
 
-    name: str
     outputs: tuple[ComparedOutput, ...] = ()
     reason: str | None = None
     allows_ties: bool = False
@@ -127,9 +125,6 @@ class Level:
     def to_json(self) -> dict[str, Any]:
         """Figures, and every divergence."""
         return {
-            "claim": CLAIMS[self.name],
-            "holds": self.holds,
-            "reason": self.reason,
             "num_compared": len(self.outputs),
             "exact": json_number(self.exact),
             "prefix_match": json_number(self.prefix_match),
@@ -169,9 +164,6 @@ class DistributionLevel:
     def to_json(self) -> dict[str, Any]:
         """Figures."""
         return {
-            "claim": CLAIMS["distribution"],
-            "holds": self.holds,
-            "reason": self.reason,
             "num_compared": len(self.samples.log_evidence),
             "num_wrong_ends": self.num_wrong_ends,
             **self.samples.to_json(),
@@ -201,14 +193,7 @@ class TablesLevel:
 
     def to_json(self) -> dict[str, Any]:
         """Figures."""
-        return {
-            "claim": CLAIMS["tables"],
-            "holds": self.holds,
-            "reason": self.reason,
-            "num_compared": self.num_outputs,
-            "alpha": ALPHA,
-            "p_values": self.p_values,
-        }
+        return {"num_compared": self.num_outputs, "alpha": ALPHA, "p_values": self.p_values}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,7 +297,15 @@ class EngineAudit:
             "dtype": self.dtype,
             "num_requests": self.num_requests,
             "num_sampled": self.num_sampled,
-            "levels": {name: level.to_json() for name, level in self.every_level.items()},
+            "levels": {
+                name: {
+                    "claim": CLAIMS[name],
+                    "holds": level.holds,
+                    "reason": level.reason,
+                    **level.to_json(),
+                }
+                for name, level in self.every_level.items()
+            },
             "study_metrics": (
                 dataclasses.asdict(self.study)
                 | {"source": "eBay/spec_dec: decoded text, special tokens kept"}
@@ -411,10 +404,10 @@ def audit_engine(
         """Compares the speculative output of some requests with what is expected."""
         if chosen:
             found = _compare(scorer, requests, chosen, [drafted[i] for i in chosen], expected)
-            return Level(name=name, outputs=found, allows_ties=name == "E4" or not is_bit_exact)
+            return Level(outputs=found, allows_ties=name == "E4" or not is_bit_exact)
         if name == "E3" and not sampled:
-            return Level(name=name, reason="no request is sampled")
-        return Level(name=name, reason=f"{verifier.name} draws other tokens than plain decoding")
+            return Level(reason="no request is sampled")
+        return Level(reason=f"{verifier.name} draws other tokens than plain decoding")
 
     in_order = [shuffled[order.index(i)] for i in repeated]
     independent = _compare(scorer, requests, repeated, in_order, drafted)
@@ -422,11 +415,10 @@ def audit_engine(
     is_none = "sampled tokens may change with rounding and draft length" if not repeated else None
     levels = {
         "E1": level("E1", own, plain),
-        "E2": Level(name="E2", outputs=independent, reason=is_none, allows_ties=not is_bit_exact),
+        "E2": Level(outputs=independent, reason=is_none, allows_ties=not is_bit_exact),
         "E3": level("E3", [i for i in own if i in sampled], [(c, None) for c, _ in plain]),
         "E4": level("E4", own, reference),
         "E5": Level(
-            name="E5",
             outputs=_compare(scorer, later, range(len(later)), in_sessions, anew),
             reason=why_no_chats if own else level("E4", own, reference).reason,
             allows_ties=not (is_bit_exact and engine.row_store.keeps_prompt_bits),

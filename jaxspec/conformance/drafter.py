@@ -30,7 +30,7 @@ from jaxspec.conformance.checks import (
     rounding_of,
 )
 from jaxspec.conformance.report import (
-    Clause,
+    Check,
     ConformanceReport,
     NotApplicable,
     Untested,
@@ -56,7 +56,7 @@ DRAWN = (  # sampling parameters of each row for that test
     {"temperature": 1.5, "top_p": 1.0, "top_k": 20},
 )
 
-DRAFTER_CHECKS: dict[str, Clause] = {}
+DRAFTER_CHECKS: dict[str, Check] = {}
 
 
 def check_drafter(
@@ -120,15 +120,6 @@ def battery_prompts(vocab_size: int, *, seed: int = 0) -> list[list[int]]:
         phrase = rng.integers(0, vocab_size, 4)
         prompts.append(np.resize(phrase, length).tolist())
     return prompts
-
-
-def _deepest(draft: Draft) -> int:
-    """Depth of the deepest valid node; 0 if there is none."""
-    num_rows, num_nodes = draft.tokens.shape
-    depth = np.zeros((num_rows, num_nodes + 1), int)  # the last is that of the root
-    for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
-        depth[:, node] = 1 + depth[np.arange(num_rows), parents]
-    return int(np.max(depth[:, :-1][_is_valid(draft)], initial=0))
 
 
 def _is_valid(draft: Draft) -> np.ndarray:
@@ -210,7 +201,7 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         "num_valid": f"int32{[ROWS]}",
         "q": f"float32{[ROWS, b.num_nodes, b.target.vocab_size]}",
     }
-    for _, draft in b.rounds(range(ROWS)):
+    for _, draft in b.history:
         found = {name: getattr(draft, name) for name in kinds if name != "q" or draft.q is not None}
         for name, array in found.items():
             kind, expected = kind_of(array), kinds[name]
@@ -221,7 +212,8 @@ def _draft_shape(b: DrafterUnderTest) -> str:
         demand((is_before | is_invalid).all(), "a node comes before its parent")
         is_next = (draft.parents == node - 1) | (not b.drafter.is_chain)
         demand((is_next | is_invalid).all(), "is_chain is True, and a draft is no chain")
-        deepest, most = _deepest(draft), b.parts.draft_depth
+        deepest = int(np.max(_depths(draft)[_is_valid(draft)], initial=0))
+        most = b.parts.draft_depth
         demand(deepest <= most, f"a node has depth {deepest}, and max_depth is {most}")
         num_drafted += int(draft.num_valid.sum())
     _need_drafts(num_drafted)
@@ -231,7 +223,7 @@ def _draft_shape(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C5", "drafted tokens are of the target's vocabulary")
 def _vocabulary(b: DrafterUnderTest) -> str:
     size, num_drafted = b.target.vocab_size, 0
-    for _, draft in b.rounds(range(ROWS)):
+    for _, draft in b.history:
         node = np.arange(draft.tokens.shape[1])
         drafted = draft.tokens[node < np.asarray(draft.num_valid)[:, None]]
         if not b.drafter.is_chain:
@@ -483,6 +475,8 @@ def _draft_probs(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: every draw of its own noise is a new one")
 def _fresh_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
+    if not b.is_drawn:
+        raise NotApplicable("it draws nothing")
     prompt = list(b.prompts[1])
     # A temperature so high that any distribution is nearly flat, so that equal noise shows as equal
     # tokens. Row 1 is a token longer than row 0 and has its key, as one request in two rounds; row
@@ -493,8 +487,6 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
         prompts, hot, num_draws=NUM_DRAWS, keys_of=lambda keys: keys[np.array([0, 0, 2])]
     )
     drafts = [draft for _, draft in draws]
-    if drafts[0].q is None:
-        raise NotApplicable("it draws nothing")
     # Siblings of one parent differ in any case, so only the first of them count.
     depth = _depths(drafts[0])[0]
     is_first = ~_taken_by_siblings(drafts[0], b.target.vocab_size)[0].any(axis=1)
@@ -531,15 +523,15 @@ def _fresh_noise(b: DrafterUnderTest) -> str:
 @enters(DRAFTER_CHECKS, "C4", "E3: with shared noise it draws as the target will")
 def _shared_noise(b: DrafterUnderTest) -> str:
     _need_draws(b)
+    if not b.is_drawn:
+        raise NotApplicable("it draws nothing")
     num_tokens = 0
     for keyed, draft in b.with_shared_noise.draws(b.prompts[:ROWS], DRAWN, num_draws=8):
-        if draft.q is None:
-            raise NotApplicable("it draws nothing")
         position = keyed.num_committed[:, None] + jnp.asarray(_depths(draft) - 1)
         keys = sampling.position_keys(keyed.sampling, position)
         noise = np.asarray(sampling.gumbel(keys, b.target.vocab_size))
         with np.errstate(divide="ignore"):
-            perturbed = np.log(draft.q) + noise
+            perturbed = np.log(np.asarray(draft.q)) + noise
         is_taken = _taken_by_siblings(draft, b.target.vocab_size)
         perturbed = np.where(is_taken, -np.inf, perturbed)
         tokens = np.asarray(draft.tokens)
@@ -563,13 +555,11 @@ def _need_draws(b: DrafterUnderTest) -> None:
 
 def _depths(draft: Draft) -> np.ndarray:
     """`[B, N]` int32, the depth of each node, from 1 on."""
-    parents = np.asarray(draft.parents)
-    depths = np.zeros(parents.shape, np.int32)
-    for node in range(parents.shape[1]):
-        parent = parents[:, node, None]
-        above = np.take_along_axis(depths, np.maximum(parent, 0), axis=1)
-        depths[:, node] = 1 + np.where(parent < 0, 0, above)[:, 0]
-    return depths
+    num_rows, num_nodes = draft.tokens.shape
+    depths = np.zeros((num_rows, num_nodes + 1), np.int32)  # the last is that of the root
+    for node, parents in enumerate(np.clip(draft.parents, -1, num_nodes).T):
+        depths[:, node] = 1 + depths[np.arange(num_rows), parents]
+    return depths[:, :-1]
 
 
 def _taken_by_siblings(draft: Draft, vocab_size: int) -> np.ndarray:

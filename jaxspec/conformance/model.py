@@ -27,7 +27,7 @@ from jaxspec.conformance.checks import (
 )
 from jaxspec.conformance.report import (
     Broken,
-    Clause,
+    Check,
     ConformanceReport,
     chosen_checks,
     enters,
@@ -36,7 +36,7 @@ from jaxspec.conformance.report import (
 from jaxspec.conformance.under_test import ModelUnderTest, rewritten
 from jaxspec.models.base import Model
 
-MODEL_CHECKS: dict[str, Clause] = {}
+MODEL_CHECKS: dict[str, Check] = {}
 
 
 def check_model(

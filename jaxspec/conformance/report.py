@@ -26,12 +26,13 @@ class Outcome(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """The result of one check.
+    """One check of a battery, and in a report also its result.
 
     Attributes:
       name: of the check.
       clause: of the contract that it tests, `C1` to `C6`.
       statement: what the clause demands here.
+      run: raises `Broken`, `Untested` or `NotApplicable`; returns a detail.
       outcome: its outcome.
       detail: what was observed.
     """
@@ -39,8 +40,9 @@ class Check:
     name: str
     clause: str
     statement: str
-    outcome: Outcome
-    detail: str
+    run: Callable[[Any], str] = dataclasses.field(repr=False)
+    outcome: Outcome = Outcome.UNTESTED
+    detail: str = "not run: the protocol is not followed"
 
     @property
     def passed(self) -> bool | None:
@@ -95,7 +97,8 @@ class ConformanceReport:
 
     def to_json(self) -> dict[str, Any]:
         """Fields as JSON values."""
-        return {"ok": self.ok, **dataclasses.asdict(self)}
+        checks = [{name: x for name, x in vars(c).items() if name != "run"} for c in self.checks]
+        return {"ok": self.ok, "kind": self.kind, "subject": self.subject, "checks": checks}
 
     def __rich__(self):
         """A row per check."""
@@ -132,37 +135,20 @@ class NotApplicable(NotPassed):
     outcome = Outcome.NOT_APPLICABLE
 
 
-@dataclasses.dataclass(frozen=True)
-class Clause:
-    """A check of a battery.
-
-    Attributes:
-      name: of the check.
-      clause: `C1` to `C6`.
-      statement: what it demands.
-      run: raises `Broken`, `Untested` or `NotApplicable`; returns a detail.
-    """
-
-    name: str
-    clause: str
-    statement: str
-    run: Callable[[Any], str]
-
-
-def enters(battery: dict[str, Clause], clause: str, statement: str):
+def enters(battery: dict[str, Check], clause: str, statement: str):
     """Enters a function into a battery under its own name."""
 
     def enter(function):
         name = function.__name__.removeprefix("_")
-        battery[name] = Clause(name, clause, statement, function)
+        battery[name] = Check(name, clause, statement, function)
         return function
 
     return enter
 
 
 def chosen_checks(
-    battery: dict[str, Clause], only: Sequence[str], skip: Sequence[str]
-) -> list[Clause]:
+    battery: dict[str, Check], only: Sequence[str], skip: Sequence[str]
+) -> list[Check]:
     """The requested checks of a battery.
 
     Raises:
@@ -171,31 +157,27 @@ def chosen_checks(
     unknown = [name for name in (*only, *skip) if name not in battery]
     if unknown:
         raise SettingError(f"There is no check {unknown[0]!r}; choose among {', '.join(battery)}.")
-    return [
-        clause
-        for name, clause in battery.items()
-        if (not only or name in only) and name not in skip
-    ]
+    chosen = [name for name in battery if name in (only or battery) and name not in skip]
+    return [battery[name] for name in chosen]
 
 
 def run_checks(
-    kind: str, subject: Any, clauses: Sequence[Clause], prepared: Any
+    kind: str, subject: Any, chosen: Sequence[Check], prepared: Any
 ) -> ConformanceReport:
     """Runs checks in order on the prepared object. If the protocol is not followed, the other
     checks are not run, because all would fail for that one reason."""
     checks, is_usable = [], True
-    for clause in clauses:
-        outcome, detail = Outcome.UNTESTED, "not run: the protocol is not followed"
+    for check in chosen:
         if is_usable:
             try:
-                outcome, detail = Outcome.PASSED, clause.run(prepared)
+                outcome, detail = Outcome.PASSED, check.run(prepared)
             except NotPassed as reason:
                 outcome, detail = reason.outcome, str(reason)
             except Exception as error:  # foreign code may raise anything
                 message = str(error).strip().split("\n")[0]
                 outcome, detail = Outcome.FAILED, f"raised {type(error).__name__}: {message}"
-        if clause.name == "protocol" and outcome == Outcome.FAILED:
-            is_usable = False
-        checks.append(Check(clause.name, clause.clause, clause.statement, outcome, detail))
+            check = dataclasses.replace(check, outcome=outcome, detail=detail)
+            is_usable = check.name != "protocol" or outcome != Outcome.FAILED
+        checks.append(check)
     name = getattr(subject, "name", type(subject).__name__)
     return ConformanceReport(kind=kind, subject=str(name), checks=tuple(checks))

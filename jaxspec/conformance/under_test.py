@@ -156,7 +156,7 @@ class ModelUnderTest:
         # A copy, because JAX may read a NumPy array later, when its owner has changed it.
         return self.forward(params, cache, np.array(tokens, np.int32), window)
 
-    def context(self, lengths, tokens=None, *, params=None) -> kv.KVCache:
+    def context(self, lengths, tokens=None) -> kv.KVCache:
         """A cache in which `lengths` tokens of each row were processed, window by window, with all
         rows at the same position."""
         tokens = self.tokens if tokens is None else tokens
@@ -165,7 +165,7 @@ class ModelUnderTest:
             window = tokens[:, first : first + WINDOW]
             start = np.full(ROWS, first)
             running = first < np.asarray(lengths)
-            cache = self.score(cache, window, start, is_running=running, params=params)[2]
+            cache = self.score(cache, window, start, is_running=running)[2]
         return cache
 
     @functools.cached_property
@@ -239,8 +239,8 @@ class ModelUnderTest:
         return max(map(len, self.prompts)) + MAX_TOKENS
 
 
-@dataclasses.dataclass(frozen=True)
-class Scripted:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Scripted(Coupled):
     """Coupled verification, except for rows with the stop token `marker`: a random number of their
     drafts is accepted, from none to all, whatever the target says, so that drafters meet every
     outcome.
@@ -250,13 +250,14 @@ class Scripted:
     """
 
     marker: int
-    name: str = "scripted"
-    promise: str = "none"
-    is_lossless: bool = False
-    is_coupled: bool = True
-    is_noise_shared: bool = True
     needs_draft_probs: bool = False
-    takes_trees: bool = True
+    promise = "none"
+    is_lossless = False
+
+    @property
+    def name(self) -> str:
+        """`scripted`."""
+        return "scripted"
 
     def verify(
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
@@ -268,7 +269,7 @@ class Scripted:
             shape = (-1,) + (1,) * (honest.ndim - 1)
             return jnp.where(is_scripted.reshape(shape), scripted, honest)
 
-        honest = Coupled().verify(logits, draft, rows, prefix)
+        honest = super().verify(logits, draft, rows, prefix)
         return jax.tree.map(choose, self.script(draft, rows), honest)
 
     def script(self, draft: Draft, rows: BatchView) -> Verdict:
@@ -456,6 +457,12 @@ class DrafterUnderTest:
     def with_shared_noise(self) -> DrafterUnderTest:
         """The same with these distributions, where drafts are drawn with the target's noise."""
         return dataclasses.replace(self.with_probs, is_noise_shared=True)
+
+    @functools.cached_property
+    def is_drawn(self) -> bool:
+        """Whether drafts are drawn, so that they come with a distribution."""
+        engine = self.with_probs
+        return engine.draft(engine.fresh(self.requests(range(ROWS)))).q is not None
 
     def draws(
         self,

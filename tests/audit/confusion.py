@@ -9,12 +9,11 @@ it on the embedded pair, and shows the table with `-s`.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,16 +56,8 @@ COLUMNS: Columns = {
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Outputs:
-    """The outputs of one system with the same sampling parameters.
-
-    Attributes:
-      system: the system that made them.
-      mode: a key of `MODES`.
-      header: that of their file.
-      lines: one for each output.
-    """
+class Outputs(NamedTuple):
+    """The outputs of one system in one of `MODES`: header and lines of their file."""
 
     system: str
     mode: str
@@ -74,34 +65,19 @@ class Outputs:
     lines: Sequence[Line]
 
 
-# Damage one output, given its tokens, the tokens of another prompt's output, and random numbers.
-Damage = Callable[[list[int], list[int], np.random.Generator, int], list[int]]
-
-
-def _changed(ids: list[int], other: list[int], rng: np.random.Generator, size: int) -> list[int]:
-    at = int(rng.integers(len(ids)))
-    return [*ids[:at], (ids[at] + 1 + int(rng.integers(size - 1))) % size, *ids[at + 1 :]]
-
-
-def _dropped(ids: list[int], other: list[int], rng: np.random.Generator, size: int) -> list[int]:
-    at = int(rng.integers(len(ids)))
-    return [*ids[:at], *ids[at + 1 :]]
-
-
-def _doubled(ids: list[int], other: list[int], rng: np.random.Generator, size: int) -> list[int]:
-    at = int(rng.integers(len(ids) - 1))
-    return [*ids[: at + 1], *ids[at:-1]]
-
-
-DAMAGED: dict[str, Damage] = {
-    "a token changed": _changed,
-    "a token dropped": _dropped,
-    "a token doubled, the last one dropped": _doubled,
-    "cut to half": lambda ids, other, rng, size: ids[: len(ids) // 2],
-    "cut to one token": lambda ids, other, rng, size: ids[:1],
-    "empty": lambda ids, other, rng, size: [],
-    "longer than max_tokens": lambda ids, other, rng, size: [*ids, ids[-1]],
-    "of another prompt": lambda ids, other, rng, size: other,
+# By name: what becomes of an output's tokens, given those of another prompt, a random place that is
+# not the last, and a random token other than the one that stands there.
+DAMAGED: dict[str, Callable[[list[int], list[int], int, int], list[int]]] = {
+    "a token changed": lambda ids, other, at, token: [*ids[:at], token, *ids[at + 1 :]],
+    "a token dropped": lambda ids, other, at, token: [*ids[:at], *ids[at + 1 :]],
+    "a token doubled, the last one dropped": lambda ids, other, at, token: (
+        [*ids[: at + 1], *ids[at:-1]]
+    ),
+    "cut to half": lambda ids, other, at, token: ids[: len(ids) // 2],
+    "cut to one token": lambda ids, other, at, token: ids[:1],
+    "empty": lambda ids, other, at, token: [],
+    "longer than max_tokens": lambda ids, other, at, token: [*ids, ids[-1]],
+    "of another prompt": lambda ids, other, at, token: other,
 }
 
 # Wrongly stated sampling parameters: for which mode, and what is stated instead.
@@ -118,12 +94,8 @@ MISDECLARED: dict[str, tuple[str, Line]] = {
 
 
 def confusion(names: tuple[str, str], *, with_transformers: bool) -> list[Line]:
-    """A row for each system, and for each way of damaging its outputs.
-
-    Args:
-      names: a target and its draft model.
-      with_transformers: also audits outputs of `transformers` on the same models (needs torch).
-    """
+    """A row for each system, and for each way of damaging its outputs, of a target and its draft
+    model; `with_transformers` (which needs torch) those of `transformers` too."""
     target, draft = (load_model(name, dtype="float32") for name in names)
     lines = sample_prompts()[:NUM_PROMPTS]
     prompts = encode_prompts(lines, target, max_prompt_tokens=PROMPT_LENGTH)
@@ -174,7 +146,7 @@ def as_outputs(
     ]
     if seeds is not None:
         lines = [line | {"seed": seed} for line, seed in zip(lines, seeds, strict=True)]
-    return Outputs(system=system, mode=mode, header=header(mode, engine), lines=lines)
+    return Outputs(system, mode, header(mode, engine), lines)
 
 
 def header(mode: str, engine: str) -> Line:
@@ -287,9 +259,11 @@ def damaged(auditor: Auditor, real: Sequence[Outputs], vocab_size: int) -> Itera
             outputs, index = pool[place]
             own = outputs.lines[index]
             other = outputs.lines[(index + 1) % len(outputs.lines)]["token_ids"]
-            ids = damage(own["token_ids"], other, rng, vocab_size)
+            at = int(rng.integers(len(own["token_ids"]) - 1))
+            token = (own["token_ids"][at] + 1 + int(rng.integers(vocab_size - 1))) % vocab_size
+            ids = damage(own["token_ids"], other, at, token)
             lines.append({"prompt_token_ids": own["prompt_token_ids"], "token_ids": ids})
-        wrong = Outputs(system="", mode=mode, header=header(mode, "other"), lines=lines)
+        wrong = Outputs("", mode, header(mode, "other"), lines)
         yield row("damaged", name, mode, len(lines), auditor.num_wrong(wrong))
 
 
@@ -302,7 +276,7 @@ def other_seeds(auditor: Auditor, real: Sequence[Outputs]) -> Line:
         for line in outputs.lines
         if "seed" in line
     ][:NUM_DAMAGED]
-    wrong = Outputs(system="", mode="sampled", header=header("sampled", "jaxspec"), lines=lines)
+    wrong = Outputs("", "sampled", header("sampled", "jaxspec"), lines)
     return row("damaged", "another seed", "sampled", len(lines), auditor.num_wrong(wrong))
 
 
@@ -317,7 +291,7 @@ def misdeclared(auditor: Auditor, real: Sequence[Outputs]) -> Iterator[Line]:
             chosen = rng.permutation(len(outputs.lines))[:size]
             lines = [{k: x for k, x in outputs.lines[i].items() if k != "seed"} for i in chosen]
             stated = outputs.header | {"engine": "other"} | said
-            wrong = Outputs(system="", mode=mode, header=stated, lines=lines)
+            wrong = Outputs("", mode, stated, lines)
             num_found += not auditor.audit(wrong).holds
         yield row("misdeclared", name, mode, NUM_FILES, num_found, f"files of {size}")
 

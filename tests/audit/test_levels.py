@@ -12,7 +12,7 @@ import toy
 import jaxspec
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.judge import Finding
-from jaxspec.audit.self_audit import Level, StudyMetrics, audit_engine, promise_of
+from jaxspec.audit.self_audit import StudyMetrics, audit_engine, promise_of
 from jaxspec.decode import round as decoding
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.engine import Engine
@@ -200,10 +200,6 @@ def test_promises_in_words():
         promise_of(verifier) for verifier in (jaxspec.Coupled(), jaxspec.Block(), jaxspec.Typical())
     ]
     assert [words.split(":")[0] for words in said] == ["bit-exact", "distribution only", "lossy"]
-
-
-def test_an_empty_level_is_neither_held_nor_broken():
-    assert Level(name="E3", reason="no request is sampled").holds is None
 
 
 def test_the_studys_metrics_judge_text():

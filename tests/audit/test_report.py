@@ -23,11 +23,7 @@ def divergence(index, margin, finding):
         expected=6,
         gap=margin,
         margin=margin,
-        noise=0.05,
         bound=0.1,
-        filter_distance=None,
-        log_probs=None,
-        log_evidence=None,
         finding=finding,
     )
 
@@ -77,7 +73,7 @@ def test_the_page_is_self_contained(tmp_path):
     assert "Audit &lt;of&gt; something" in page
     assert "a &amp; b" in page
     images = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
-    assert len(images) == 3
+    assert len(images) == 2
     assert all(b"<svg" in base64.b64decode(image) for image in images)
     assert not re.search(r'(src|href)="(?!data:)', page)
     assert os.listdir(path.parent) == ["report.html"]

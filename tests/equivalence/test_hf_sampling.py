@@ -15,6 +15,7 @@ import pytest
 import ties
 
 import jaxspec
+from jaxspec.audit.chi_square import pooled
 
 torch = pytest.importorskip("torch")
 stats = pytest.importorskip("scipy.stats")
@@ -110,17 +111,11 @@ def their_pairs(theirs, prompt, options):
 
 
 def p_value(counts, distribution):
-    """Of a chi-square test; cells of fewer than 5 expected are put together."""
-    num_samples = sum(counts.values())
-    often = [cell for cell, probability in distribution.items() if probability * num_samples >= 5]
-    observed = [counts[cell] for cell in often]
-    expected = [distribution[cell] * num_samples for cell in often]
-    if num_samples - sum(expected) >= 1:
-        observed.append(num_samples - sum(observed))
-        expected.append(num_samples - sum(expected))
-    assert len(observed) > 5
-    scaled = np.asarray(expected) * num_samples / sum(expected)
-    return stats.chisquare(observed, scaled).pvalue
+    """Of a chi-square test."""
+    observed = np.array([counts[cell] for cell in distribution])
+    counts, means = pooled(observed, np.array(list(distribution.values())) * observed.sum())
+    assert len(means) > 5
+    return stats.chisquare(counts, means * (counts.sum() / means.sum())).pvalue
 
 
 @pytest.mark.slow

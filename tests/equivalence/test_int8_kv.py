@@ -1,12 +1,9 @@
-"""The promise with KV in int8: plain and speculative decoding see the same codes and scales.
-
-E1 with the same engine, E2 alone and in another order, E3 for the sampled rows, and with kernels
-whose bits do not depend on the width the window-1 loop, all to the bit: tokens, codes and scales.
+"""KV in int8 beyond what tests/equivalence/test_equivalence.py compares: caches of drafters, the
+aligned layout, rows that were parked, and faults in how codes and scales are stored.
 """
 
 import dataclasses
 
-import flex
 import heads
 import jax
 import jax.numpy as jnp
@@ -14,116 +11,49 @@ import numpy as np
 import pytest
 import toy
 from live import live_pages, poison
+from test_equivalence import (
+    INT8_NATIVE,
+    INT8_XLA,
+    NUM_ROWS,
+    PARAMS,
+    Setting,
+    engine_for,
+    needs_native,
+    token_ids,
+)
 
 import jaxspec
-from jaxspec import Engine, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import SettingError
-from jaxspec.kernels import cpu as native
-from jaxspec.models.config import RopeConfig
 from jaxspec.testing import check_model
 
-LENGTHS = (3, 140, 1, 126, 30, 60)  # one row's window crosses the end of a page
-PARAMS = [
-    SamplingParams(max_tokens=24, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
-    for i in range(len(LENGTHS))
-]
-BATCH_SIZE = 4
-SHAPE = {"batch_size": BATCH_SIZE, "max_length": 256, "scheduler": "static"}
-WINDOW = {"draft_length": 6, "verify_length": 7}
-
-
-def target_of(kernels, dtype, **changes):
-    rope = RopeConfig(theta=1e4, rotary_size=16)
-    changes |= {"head_size": 16, "rope": rope, "kv_dtype": "int8"}
-    return toy.model(kernels=kernels, dtype=dtype, **changes)
-
-
-needs_native = pytest.mark.skipif(native.problem() is not None, reason=f"{native.problem()}")
-SETTINGS = {
-    "XLA, fp32": ("xla", jnp.float32),
-    "native, fp32": ("native", jnp.float32),
-    "native, bf16": ("native", jnp.bfloat16),
-    "Pallas, fp32": ("pallas", jnp.float32),
-}
-MARKS = {
-    "native, fp32": [needs_native, pytest.mark.system],
-    "native, bf16": [needs_native],
-    "Pallas, fp32": [pytest.mark.system],
-}
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=MARKS.get(name, [])) for name in SETTINGS],
-)
-def setting(request):
-    """A target, prompts, and a tree drafter that is often right and that has what follows them."""
-    target, prompts = target_of(*SETTINGS[request.param]), toy.prompts(LENGTHS)
-    reference = Engine(target, **SHAPE).generate(prompts, PARAMS)
-    return target, prompts, reference
-
-
-# Those of a test that takes long; what is left to the slow tests is interpreted, or much alike.
+INT8_FP32, INT8_PALLAS = "float32, native, int8", "float32, pallas, int8"
+# What is left to the slow tests is interpreted, or much alike.
 FEW = [
-    pytest.param("XLA, fp32"),
-    pytest.param("native, bf16", marks=needs_native),
-    pytest.param("native, fp32", marks=[needs_native, pytest.mark.slow]),
+    pytest.param(INT8_XLA),
+    pytest.param(INT8_NATIVE, marks=needs_native),
+    pytest.param(INT8_FP32, marks=[needs_native, pytest.mark.slow]),
 ]
 few_settings = pytest.mark.parametrize("setting", FEW, indirect=True)
 
 
-def tree_of(reference):
-    return toy.TreeOracle(tuple(map(tuple, toy.sequences(reference[:BATCH_SIZE]))), right_until=150)
+@pytest.fixture(scope="module")
+def setting(request):
+    return Setting.of(request.param)
 
 
-def token_ids(completions):
-    return [completion.token_ids for completion in completions]
-
-
-def plain_and_drafted(target, prompts, drafter, **settings):
-    """Tokens and what is stored, of both."""
-    engine = Engine(target, drafter, **{**SHAPE, **WINDOW, **settings})
+def is_plain_decoding(setting, drafter):
+    """Whether tokens and what is stored are plain decoding's; some drafts are accepted."""
+    engine, prompts = engine_for(setting.target, drafter), setting.prompts[:NUM_ROWS]
     found = []
     for speculate in (False, True):
-        done = engine.generate(prompts[:BATCH_SIZE], PARAMS[:BATCH_SIZE], speculate=speculate)
+        done = engine.generate(prompts, PARAMS[:NUM_ROWS], speculate=speculate)
         found.append((token_ids(done), live_pages(engine)))
-        poison(
-            engine
-        )  # or the plain run's KV would stand in for what the drafted run does not write
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in done])
-    assert total.num_draft_tokens > 0
-    return *found, total
-
-
-def are_equal(plain, drafted):
-    (tokens, pages), (other_tokens, other_pages) = plain, drafted
-    same = [np.array_equal(a, b) for a, b in zip(pages, other_pages, strict=True)]
-    return tokens == other_tokens and all(same)
-
-
-def test_trees_and_sampled_rows_equal_plain_decoding_to_the_bit(setting):
-    target, prompts, reference = setting
-    plain, drafted, total = plain_and_drafted(target, prompts, tree_of(reference))
-    assert [pages.dtype for pages in plain[1][:4]] == [np.int8, np.int8, np.float32, np.float32]
-    assert np.abs(plain[1][0]).max() == 127
-    assert total.num_accepted_tokens > 20
-    assert are_equal(plain, drafted)
-    if target.kernels == "native":  # whose bits are those of the window-1 loop
-        assert drafted[0] == token_ids(reference)[:BATCH_SIZE]
-
-
-@pytest.mark.system
-def test_a_request_does_not_depend_on_neighbours_row_or_order(setting):
-    target, prompts, _ = setting
-    engine = Engine(target, jaxspec.NGram(), **SHAPE, draft_length=3)
-    together = token_ids(engine.generate(prompts, PARAMS))
-    order = [5, 2, 0, 4, 1, 3]
-    shuffled = engine.generate([prompts[i] for i in order], [PARAMS[i] for i in order])
-    assert [token_ids(shuffled)[order.index(i)] for i in range(len(order))] == together
-    for i in (1, 2):
-        assert token_ids(engine.generate([prompts[i]], [PARAMS[i]])) == [together[i]]
+        poison(engine)  # or the plain run's KV would stand in for what is not written
+    assert sum(completion.acceptance.num_accepted_tokens for completion in done) > 0
+    (tokens, pages), (other_tokens, other_pages) = found
+    return tokens == other_tokens and all(map(np.array_equal, pages, other_pages))
 
 
 @pytest.mark.system
@@ -138,87 +68,71 @@ def test_a_request_does_not_depend_on_neighbours_row_or_order(setting):
     ],
 )
 def test_target_and_draft_model_have_each_their_own(setting, tree, draft_kv_dtype):
-    target, prompts, _ = setting
+    target = setting.target
     full = dataclasses.replace(target, kv_dtype=None)
     drafter = DraftModel(full, tree=tree, kv_dtype=draft_kv_dtype)
     assert (target.kv_dtype, drafter.model.kv_dtype) == ("int8", draft_kv_dtype)
-    engine = Engine(full, drafter, **SHAPE, **WINDOW)
+    engine = engine_for(full, drafter)
     assert engine.state.cache.layers[0].k.dtype != jnp.int8
     assert engine.state.drafter.cache.layers[0].is_quantised == (draft_kv_dtype == "int8")
     described = engine.describe()
     assert (described["kv_dtype"], described["draft_kv_dtype"]) == (None, draft_kv_dtype)
-    plain, drafted, total = plain_and_drafted(target, prompts, drafter)
-    assert are_equal(plain, drafted)
-    assert total.num_accepted_tokens > 0
+    assert is_plain_decoding(setting, drafter)
 
 
 @pytest.mark.system
-@few_settings
-def test_flexdraft_and_heads_draft_for_such_a_target(setting):
-    target, prompts, _ = setting
-    for mode in ("parallel", "sequential"):
-        flexdraft = flex.copied_flex(
-            target, mode=mode, block_size=7, num_deep_layers=1, confidence=0.0
-        )
-        plain, drafted, _ = plain_and_drafted(target, prompts, flexdraft)
-        assert are_equal(plain, drafted)
-    clover = heads.random_heads("clover", target)
-    engine = Engine(target, clover, **SHAPE, **WINDOW)
+@pytest.mark.parametrize("setting", [INT8_XLA], indirect=True)
+def test_caches_of_heads_are_not_quantised(setting):
+    engine = engine_for(setting.target, heads.random_heads("clover", setting.target))
     assert engine.state.cache.layers[0].is_quantised
-    own = [
-        node
-        for node in jax.tree.leaves(
-            engine.state.drafter, is_leaf=lambda node: isinstance(node, kv.LayerCache)
-        )
-        if isinstance(node, kv.LayerCache)
-    ]
+
+    def is_layer(node):
+        return isinstance(node, kv.LayerCache)
+
+    own = [x for x in jax.tree.leaves(engine.state.drafter, is_leaf=is_layer) if is_layer(x)]
     assert own
     assert not any(layer.is_quantised for layer in own)
-    plain, drafted, _ = plain_and_drafted(target, prompts, clover)
-    assert are_equal(plain, drafted)
 
 
 @pytest.mark.system
 @few_settings
 def test_the_aligned_layout_gives_plain_decodings_codes(setting):
-    target, prompts, reference = setting
-    oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.6)
-    engine = Engine(target, oracle, **SHAPE, layout="aligned", draft_length=3)
-    alike = [prompt[:30] for prompt in prompts[:BATCH_SIZE]]
-    drafted = engine.generate(alike, PARAMS[0])
-    plain = engine.generate(alike, PARAMS[0], speculate=False)
+    oracle = jaxspec.Oracle(toy.sequences(setting.reference), acceptance=0.6)
+    engine = engine_for(setting.target, oracle, layout="aligned")
+    alike = [prompt[:30] for prompt in setting.prompts if len(prompt) >= 30]
+    drafted = engine.generate(alike, PARAMS[1])
+    plain = engine.generate(alike, PARAMS[1], speculate=False)
     same = [a == b for a, b in zip(token_ids(drafted), token_ids(plain), strict=True)]
-    assert sum(same) >= BATCH_SIZE - 1  # sums run in another order: ties
+    assert sum(same) >= len(alike) - 1  # sums run in another order: ties
 
 
 @pytest.mark.system
 @needs_native
-@pytest.mark.parametrize("setting", ["native, fp32", "native, bf16"], indirect=True)
+@pytest.mark.parametrize("setting", [INT8_FP32, INT8_NATIVE], indirect=True)
 def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
     """With the native kernels, which read again to the bit."""
-    target, prompts, _ = setting
-    one_row = {**SHAPE, "batch_size": 1}
-    engine = Engine(target, jaxspec.NGram(), **one_row, draft_length=3)
+    prompts, params = setting.prompts, PARAMS[2]
+    engine = engine_for(setting.target, jaxspec.NGram(), batch_size=1)
     first, second = engine.session(), engine.session()
-    done = first.generate(prompts[1], PARAMS[1])
+    done = first.generate(prompts[5], params)
     before = live_pages(engine)
-    second.generate(prompts[3], PARAMS[0])
+    second.generate(prompts[3], PARAMS[1])
     assert first.place == "host"
-    after = first.generate([*done.prompt_token_ids, *done.token_ids, 7, 8, 9], PARAMS[1])
+    after = first.generate([*done.prompt_token_ids, *done.token_ids, 7, 8, 9], params)
     assert after.num_reused_tokens > 140
     num_kept = after.num_reused_tokens
     for was, now in zip(before, live_pages(engine), strict=True):
         np.testing.assert_array_equal(now[:, :num_kept], was[:, :num_kept])
-    [alone] = engine.generate([after.prompt_token_ids], PARAMS[1])
+    [alone] = engine.generate([after.prompt_token_ids], params)
     assert after.token_ids == alone.token_ids
 
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "setting", [*FEW, pytest.param("Pallas, fp32", marks=pytest.mark.slow)], indirect=True
+    "setting", [*FEW, pytest.param(INT8_PALLAS, marks=pytest.mark.slow)], indirect=True
 )
 def test_the_model_keeps_the_contracts_of_decoding(setting):
-    check_model(setting[0]).assert_ok()
+    check_model(setting.target).assert_ok()
 
 
 # Sabotage
@@ -250,13 +164,12 @@ def with_the_neighbours_scale(monkeypatch):
     "sabotage",
     [with_changed_moves, pytest.param(with_the_neighbours_scale, marks=pytest.mark.system)],
 )
-def test_sabotage_is_caught(monkeypatch, sabotage):
-    target, prompts = target_of("xla", jnp.float32, num_layers=1), toy.prompts(LENGTHS)
-    reference = Engine(target, **SHAPE).generate(prompts[:BATCH_SIZE], PARAMS[:BATCH_SIZE])
+@pytest.mark.parametrize("setting", [INT8_XLA], indirect=True)
+def test_sabotage_is_caught(monkeypatch, setting, sabotage):
+    truth = toy.sequences(setting.reference[:NUM_ROWS])
+    tree = toy.TreeOracle(tuple(map(tuple, truth)), right_until=150)
     sabotage(monkeypatch)
-    plain, drafted, total = plain_and_drafted(target, prompts, tree_of(reference))
-    assert total.num_accepted_tokens > 0
-    assert not are_equal(plain, drafted)
+    assert not is_plain_decoding(setting, tree)
 
 
 # What is refused

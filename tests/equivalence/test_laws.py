@@ -1,8 +1,8 @@
 """Sampled output of the engine follows the target's distribution, whatever verifies it.
 
 Eight requests of different sampling parameters at a time, many seeds; the distribution they are
-held against is computed from the model's logits by Hugging Face's warpers, or by a few lines of
-numpy where torch is not installed.
+held against is computed from the model's logits by a few lines of numpy, which test_sampling.py
+compares with Hugging Face's warpers.
 """
 
 import itertools
@@ -13,9 +13,11 @@ import numpy as np
 import pytest
 import scipy.stats
 import toy
+from test_sampling import reference
 
 import jaxspec
 from jaxspec import sampling
+from jaxspec.audit.chi_square import pooled
 from jaxspec.engine.engine import Engine
 from jaxspec.models.prefill import chain_window
 from jaxspec.requests.sampling_params import SamplingParams
@@ -75,25 +77,11 @@ def plain(target):
     return logits[0, 1], logits[:, 2]
 
 
-def distribution(logits, *, temperature, top_k=0, top_p=1.0, min_p=0.0):
-    """`[V]` in numpy, in Hugging Face's order: temperature, top-k, top-p, min-p."""
+def distribution(logits, *, temperature, **filters):
+    """`[V]` float64."""
     if temperature == 0:
         return np.eye(len(logits))[np.argmax(logits)]
-    scores = logits / temperature
-    if top_k:
-        scores = np.where(scores < np.sort(scores)[-top_k], -np.inf, scores)
-    p = np.exp(scores - scores.max())
-    p /= p.sum()
-    if top_p < 1:
-        order = np.argsort(-p)
-        before = np.cumsum(p[order]) - p[order]  # mass of all likelier tokens
-        assert np.abs(before - top_p).min() > 1e-4, "the case sits on the edge of a filter"
-        p[order[before >= top_p]] = 0
-        p /= p.sum()
-    if min_p:
-        assert np.abs(p - min_p * p.max()).min() > 1e-4, "the case sits on the edge of a filter"
-        p = np.where(p < min_p * p.max(), 0, p)
-    return p / p.sum()
+    return reference(logits, temperature=temperature, **filters)
 
 
 def distributions(plain, settings):
@@ -128,15 +116,7 @@ def p_values(tokens, first, second):
         if observed[expected == 0].any():
             found.append(0.0)
             continue
-        expected = expected * len(drawn)
-        is_rare = expected < 5
-        counts, means = (
-            np.append(values[~is_rare], values[is_rare].sum()) for values in (observed, expected)
-        )
-        if means[-1] < 5 and len(means) > 1:  # too rare even together: count them as the next
-            counts, means = (
-                np.append(values[:-2], values[-2:].sum()) for values in (counts, means)
-            )
+        counts, means = pooled(observed, expected * len(drawn))
         if len(means) > 1:
             found.append(scipy.stats.chisquare(counts, means).pvalue)
     return found
@@ -230,27 +210,6 @@ def test_a_wrong_distribution_of_heads_is_caught(target, plain, kind, tree):
     heads = WrongLaw(sound.config, sound.params, tree=tree)
     sampled = [settings for settings in SETTINGS if settings["temperature"] == 1.0]
     assert smallest_p_value(target, plain, heads, settings=sampled)[0] < 1e-9
-
-
-def test_numpy_and_hugging_face_agree_on_the_distribution(plain):
-    torch = pytest.importorskip("torch")
-    transformers = pytest.importorskip("transformers")
-    for settings in SETTINGS:
-        if settings["temperature"] == 0:
-            continue
-        warpers = [transformers.TemperatureLogitsWarper(settings["temperature"])]
-        if "top_k" in settings:
-            warpers.append(transformers.TopKLogitsWarper(settings["top_k"]))
-        if "top_p" in settings:
-            warpers.append(transformers.TopPLogitsWarper(settings["top_p"]))
-        if "min_p" in settings:
-            warpers.append(transformers.MinPLogitsWarper(settings["min_p"]))
-        for logits in (plain[0], *plain[1]):
-            scores = torch.tensor(logits)[None]
-            for warper in warpers:
-                scores = warper(None, scores)
-            theirs = torch.softmax(scores, -1)[0].numpy()
-            np.testing.assert_allclose(distribution(logits, **settings), theirs, atol=1e-6)
 
 
 def test_the_settings_filter_something(plain):

@@ -1,5 +1,7 @@
 """Every verifier the package exports through the same checks."""
 
+import functools
+
 import enumeration
 import jax
 import jax.numpy as jnp
@@ -70,25 +72,75 @@ def inputs(*, num_valid=N, seed=0):
     return jnp.asarray(logits), draft, rows
 
 
+def tree_inputs(*, seed=0):
+    """As `inputs`, with a random tree in each row; some nodes are holes, and q of siblings is
+    one."""
+    logits, draft, rows = inputs(seed=seed)
+    rng = np.random.default_rng(seed)
+    parents = np.stack([rng.integers(-1, node, B) for node in range(N)], axis=1)
+    row = np.arange(B)[:, None]
+    likely = np.argmax(np.asarray(logits), axis=-1)[row, parents + 1]
+    tokens = np.where(rng.random((B, N)) < 0.6, likely, np.asarray(draft.tokens))
+    tokens = np.where(rng.random((B, N)) < 0.15, -1, tokens)
+    q = rng.dirichlet(np.ones(V), (B, N + 1)).astype(np.float32)[row, parents + 1]
+    draft = draft.replace(
+        tokens=jnp.asarray(tokens, jnp.int32),
+        parents=jnp.asarray(parents, jnp.int32),
+        num_valid=jnp.asarray(rng.integers(0, N + 1, B), jnp.int32),
+        q=jnp.asarray(q),
+    )
+    return logits, draft, rows
+
+
+@pytest.fixture(scope="module")
+def verify_trees(verify):
+    if not verify[0].takes_trees:
+        pytest.skip("takes chains only")
+    return verify[1]
+
+
+FORMS = {
+    **{
+        f"chains of {words}": functools.partial(inputs, num_valid=num_valid)
+        for words, num_valid in {
+            "none": 0,
+            "one": 1,
+            "all": N,
+            "all lengths": (np.arange(B) + 3) % (N + 1),
+        }.items()
+    },
+    "trees": tree_inputs,
+}
+
+
+@pytest.fixture(params=FORMS)
+def given(request, verify):
+    """Inputs of a form, by their seed."""
+    if request.param == "trees" and not verify[0].takes_trees:
+        pytest.skip("takes chains only")
+    return FORMS[request.param]
+
+
 def arrays(verdict):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(verdict)]
 
 
-@pytest.mark.parametrize("num_valid", [0, 1, N, (np.arange(B) + 3) % (N + 1)])
-def test_verdicts_are_well_formed(verify, num_valid):
-    seen = set()
+def test_verdicts_are_paths_of_nodes(verify, given):
+    longest = 0
     for seed in range(20):
-        logits, draft, rows = inputs(num_valid=num_valid, seed=seed)
+        logits, draft, rows = given(seed=seed)
         verdict = verify[1](logits, draft, rows)
-        num_accepted, path = np.asarray(verdict.num_accepted), np.asarray(verdict.path)
-        assert np.all(num_accepted <= np.asarray(draft.num_valid))
-        assert np.all(num_accepted >= 0)
-        node = np.arange(N)
-        np.testing.assert_array_equal(path, np.where(node < num_accepted[:, None], node, -1))
+        is_node, parents = np.asarray(draft.is_node), np.asarray(draft.parents)
+        for row, path in enumerate(np.asarray(verdict.path)):
+            length = int(verdict.num_accepted[row])
+            assert np.all(path[length:] == -1)
+            above = [-1, *path[: max(length - 1, 0)]]
+            np.testing.assert_array_equal(parents[row, path[:length]], above[:length])
+            assert np.all(is_node[row, path[:length]])
+            longest = max(longest, length)
         assert np.all((np.asarray(verdict.next_token) >= 0) & (np.asarray(verdict.next_token) < V))
         assert {leaf.dtype for leaf in arrays(verdict)} == {np.dtype(np.int32)}
-        seen |= set(num_accepted.tolist())
-    assert max(seen) == np.max(num_valid)
+    assert longest == np.max(given.keywords["num_valid"] if given is not tree_inputs else N)
 
 
 def test_greedy_rows_follow_the_arg_max(verify):
@@ -103,8 +155,8 @@ def test_greedy_rows_follow_the_arg_max(verify):
         assert verdict.next_token[row] == best[row, length]
 
 
-def test_a_row_does_not_depend_on_its_neighbours(verify):
-    logits, draft, rows = inputs()
+def test_a_row_does_not_depend_on_its_neighbours(verify, given):
+    logits, draft, rows = given()
     expected = arrays(verify[1](logits, draft, rows))
     order = np.random.default_rng(1).permutation(B)
     moved = arrays(verify[1](*jax.tree.map(lambda leaf: leaf[order], (logits, draft, rows))))
@@ -126,15 +178,22 @@ def test_a_row_does_not_depend_on_its_neighbours(verify):
             np.testing.assert_array_equal(ours[5], theirs[5])
 
 
-def test_what_lies_beyond_the_draft_is_not_read(verify):
-    logits, draft, rows = inputs(num_valid=1)
-    expected = arrays(verify[1](logits, draft, rows))
-    garbage = draft.replace(
-        tokens=draft.tokens.at[:, 1:].set(V - 1), q=draft.q.at[:, 1:].set(jnp.nan)
-    )
-    found = arrays(verify[1](logits.at[:, 2:].set(jnp.nan), garbage, rows))
-    for ours, theirs in zip(found, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+def test_padding_and_holes_are_not_read(verify, given):
+    for seed in range(5):
+        logits, draft, rows = given(seed=seed)
+        expected = arrays(verify[1](logits, draft, rows))
+        is_node = draft.is_node
+        is_scored = jnp.pad(is_node, ((0, 0), (1, 0)), constant_values=True)
+        index = jnp.arange(N, dtype=jnp.int32)[None]
+        garbage = draft.replace(
+            tokens=jnp.where(index < draft.num_valid[:, None], draft.tokens, V + 5),
+            parents=jnp.where(is_node, draft.parents, 99),
+            q=jnp.where(is_node[..., None], draft.q, jnp.nan),
+        )
+        logits = jnp.where(is_scored[..., None], logits, jnp.nan)
+        found = arrays(verify[1](logits, garbage, rows))
+        for ours, theirs in zip(found, expected, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_scores_that_are_not_numbers_give_no_token(verify):
@@ -184,81 +243,6 @@ def test_equal_distributions_accept_everything(verify):
     )
 
 
-# Trees.
-
-
-def tree_inputs(seed):
-    """As `inputs`, with a random tree in each row; some nodes are holes, and q of siblings is
-    one."""
-    logits, draft, rows = inputs(seed=seed)
-    rng = np.random.default_rng(seed)
-    parents = np.stack([rng.integers(-1, node, B) for node in range(N)], axis=1)
-    row = np.arange(B)[:, None]
-    likely = np.argmax(np.asarray(logits), axis=-1)[row, parents + 1]
-    tokens = np.where(rng.random((B, N)) < 0.6, likely, np.asarray(draft.tokens))
-    tokens = np.where(rng.random((B, N)) < 0.15, -1, tokens)
-    q = rng.dirichlet(np.ones(V), (B, N + 1)).astype(np.float32)[row, parents + 1]
-    draft = draft.replace(
-        tokens=jnp.asarray(tokens, jnp.int32),
-        parents=jnp.asarray(parents, jnp.int32),
-        num_valid=jnp.asarray(rng.integers(0, N + 1, B), jnp.int32),
-        q=jnp.asarray(q),
-    )
-    return logits, draft, rows
-
-
-@pytest.fixture(scope="module")
-def verify_trees(verify):
-    if not verify[0].takes_trees:
-        pytest.skip("takes chains only")
-    return verify[1]
-
-
-def test_verdicts_on_trees_are_paths_of_nodes(verify_trees):
-    longest = 0
-    for seed in range(20):
-        logits, draft, rows = tree_inputs(seed)
-        verdict = verify_trees(logits, draft, rows)
-        is_node, parents = np.asarray(draft.is_node), np.asarray(draft.parents)
-        for row, path in enumerate(np.asarray(verdict.path)):
-            length = int(verdict.num_accepted[row])
-            assert np.all(path[length:] == -1)
-            above = [-1, *path[: max(length - 1, 0)]]
-            np.testing.assert_array_equal(parents[row, path[:length]], above[:length])
-            assert np.all(is_node[row, path[:length]])
-            longest = max(longest, length)
-        assert np.all((np.asarray(verdict.next_token) >= 0) & (np.asarray(verdict.next_token) < V))
-        assert {leaf.dtype for leaf in arrays(verdict)} == {np.dtype(np.int32)}
-    assert longest == N
-
-
-def test_padding_and_holes_of_trees_are_not_read(verify_trees):
-    for seed in range(5):
-        logits, draft, rows = tree_inputs(seed)
-        expected = arrays(verify_trees(logits, draft, rows))
-        is_node = draft.is_node
-        is_scored = jnp.pad(is_node, ((0, 0), (1, 0)), constant_values=True)
-        index = jnp.arange(N, dtype=jnp.int32)[None]
-        garbage = draft.replace(
-            tokens=jnp.where(index < draft.num_valid[:, None], draft.tokens, V + 5),
-            parents=jnp.where(is_node, draft.parents, 99),
-            q=jnp.where(is_node[..., None], draft.q, jnp.nan),
-        )
-        logits = jnp.where(is_scored[..., None], logits, jnp.nan)
-        found = arrays(verify_trees(logits, garbage, rows))
-        for ours, theirs in zip(found, expected, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-
-
-def test_a_row_of_trees_does_not_depend_on_its_neighbours(verify_trees):
-    given = tree_inputs(0)
-    expected = arrays(verify_trees(*given))
-    order = np.random.default_rng(1).permutation(B)
-    moved = arrays(verify_trees(*jax.tree.map(lambda leaf: leaf[order], given)))
-    for ours, theirs in zip(moved, expected, strict=True):
-        np.testing.assert_array_equal(ours, theirs[order])
-
-
 @pytest.mark.parametrize("has_q", [True, False])
 def test_a_chain_gets_the_same_verdict_by_the_code_for_trees(verify_trees, has_q):
     for seed in range(20):
@@ -277,7 +261,7 @@ def test_typical_takes_the_longest_path_and_of_several_the_likeliest():
     verifier = jaxspec.Typical()
     rng = np.random.default_rng(0)
     for seed in range(30):
-        logits, draft, _ = tree_inputs(seed)
+        logits, draft, _ = tree_inputs(seed=seed)
         p = np.asarray(jax.nn.softmax(logits))
         path, _ = verifier.accept(jnp.asarray(p), draft, jnp.asarray(rng.random((B, N))))
         entropy = -np.sum(p * np.log(p), axis=2)

@@ -13,6 +13,7 @@ import toy
 
 import jaxspec
 from jaxspec import sampling
+from jaxspec.audit.chi_square import pooled
 from jaxspec.decode.round import emitted_tokens
 from jaxspec.types import Draft, EngineShape, chain_parents
 
@@ -122,10 +123,7 @@ def p_value(tokens, p):
     observed = np.bincount(code, minlength=len(expected))
     if observed[expected == 0].any():
         return 0.0
-    is_rare = expected < 10
-    pooled = [np.append(counts[~is_rare], counts[is_rare].sum()) for counts in (observed, expected)]
-    is_possible = pooled[1] > 0
-    return scipy.stats.chisquare(pooled[0][is_possible], pooled[1][is_possible]).pvalue
+    return scipy.stats.chisquare(*pooled(observed, expected)).pvalue
 
 
 @functools.cache
@@ -202,20 +200,14 @@ def test_accepted_tokens_of_memoryless_distributions():
 # Sabotage.
 
 
-def position_keys_only(rows, node, stream):
-    position = rows.num_committed[:, None] + node
-    keys = sampling.position_keys(rows.sampling, position)
-    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, stream)))(keys)
-
-
 def test_position_only_keys_under_block_are_caught(monkeypatch):
-    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    monkeypatch.setattr(sampling, "round_keys", enumeration.position_keys_only)
     tokens, _ = decode(jaxspec.Block(), "memoryless")
     assert p_value(tokens, distributions("memoryless")[0]) < 1e-12
 
 
 def test_position_only_keys_on_trees_are_caught(monkeypatch):
-    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    monkeypatch.setattr(sampling, "round_keys", enumeration.position_keys_only)
     tokens, _ = decode(jaxspec.Rejection(), "random", parents=TREES["three, two, one"])
     assert p_value(tokens, distributions("random")[0]) < 1e-12
 

@@ -3,17 +3,25 @@ rounds; see `enumeration`. Each way to break the rule, its noise or the drawing 
 caught by the same check."""
 
 import enumeration
-import jax
 import numpy as np
 import pytest
-from enumeration import Bench, Case, expected_accepted, probs_error
+from enumeration import (
+    DEPTH,
+    ROUNDING,
+    Bench,
+    Case,
+    V,
+    expected_accepted,
+    one_hot,
+    probs_error,
+    random_distributions,
+    thinned,
+)
 
 import jaxspec
 from jaxspec import sampling
 from jaxspec.verifiers import rejection
 
-ROUNDING = 2e-7  # of fp32; a bias that anybody could notice is thousands of times it
-V = 3
 TWO_BY_TWO = (-1, -1, 0, 0, 1, 1)
 SHAPES = {
     "chain": (-1, 0, 1),
@@ -23,23 +31,6 @@ SHAPES = {
     "two by two": TWO_BY_TWO,
     "three, two, one": (-1, -1, -1, 0, 0, 3),
 }
-SMALL = ("chain", "two", "two, one", "siblings apart")
-DEPTH = 2 * 4  # tokens of two rounds of the deepest
-
-
-def random_distributions(seed, *, sharpness=0.6):
-    return np.random.default_rng(seed).dirichlet(np.full(V, sharpness), (DEPTH, V))
-
-
-def thinned(distributions, seed):
-    """The distributions with a zero entry in each."""
-    zeros = np.eye(V)[np.random.default_rng(seed).integers(0, V, distributions.shape[:2])]
-    distributions = np.where(zeros == 1, 0, distributions)
-    return distributions / distributions.sum(-1, keepdims=True)
-
-
-def one_hot(seed):
-    return np.eye(V)[np.random.default_rng(seed).integers(0, V, (DEPTH, V))]
 
 
 def tree(parents, p, q=None, **changes):
@@ -175,16 +166,9 @@ def is_biased(bench, case):
     return probs_error(bench, case) > 1e-3
 
 
-def position_keys_only(rows, node, stream):
-    """A round's noise by position: of two siblings the second's draw is the next round's first."""
-    position = rows.num_committed[:, None] + node
-    keys = sampling.position_keys(rows.sampling, position)
-    return jax.vmap(jax.vmap(lambda key: jax.random.fold_in(key, stream)))(keys)
-
-
 @pytest.mark.system
 def test_position_only_keys_are_caught(monkeypatch):
-    monkeypatch.setattr(sampling, "round_keys", position_keys_only)
+    monkeypatch.setattr(sampling, "round_keys", enumeration.position_keys_only)
     assert is_biased(Bench(jaxspec.Rejection()), CASES["two"])
 
 

@@ -30,11 +30,6 @@ from jaxspec.types import BatchView, Draft, Emission, Finish, Origin, Verdict, W
 
 FAULTS: dict[str, Fault] = {}
 
-_DETECTION = {
-    "tokens": "greedy tokens differ from the reference loop's beyond a tie",
-    "sampling": "sampled rows differ from the reference of the same seed; greedy rows do not",
-    "distribution": "chi-square of the outputs against the target's distribution",
-}
 # The production functions, whatever is patched later.
 _emit = decode_round.emit
 _filtered_logits = sampling.filtered_logits
@@ -44,14 +39,12 @@ def _enters(
     place: str | tuple[Any, str],
     source: str,
     invariant: str,
-    detection: str = "",
     *,
     kind: Kind = "tokens",
     **also: Edit,
 ):
     """Enters a function into `FAULTS` under its own name: as the edit at a place of the round, with
-    `also` at other places, or as a wrapper of `(owner, attribute)`. A `detection` that does not
-    begin with a letter continues that of the kind."""
+    `also` at other places, or as a wrapper of `(owner, attribute)`."""
 
     def enter(function):
         name = function.__name__.removeprefix("_")
@@ -59,7 +52,6 @@ def _enters(
             name=name,
             source=source,
             invariant=invariant,
-            detection=detection if detection[:1].isalpha() else _DETECTION[kind] + detection,
             kind=kind,
             edits={place: function, **also} if isinstance(place, str) else {},
             patches=() if isinstance(place, str) else [(*place, function)],
@@ -129,7 +121,6 @@ def is_any_of(tokens: jax.Array, stop_tokens: jax.Array) -> jax.Array:
     "window",
     "BSP, where its model takes positions from the buffer",
     "I2: a token's position is the number of the row's tokens before it",
-    ", after the first padding or rejection",
 )
 def _positions_by_buffer_index(window: OpenWindow, at: Place) -> OpenWindow:
     ahead = prompt_padding(at.state) + num_rejected(at.state)
@@ -140,7 +131,6 @@ def _positions_by_buffer_index(window: OpenWindow, at: Place) -> OpenWindow:
     (Engine, "run"),
     "DSD: the target is called without mask and positions",
     "I2, I3: a query sees only its own row's tokens",
-    ", in rows shorter than the longest",
 )
 def _padding_attended(real, pad_token):
     """Prompts of a batch brought to one length on the left, with neither mask nor positions."""
@@ -180,7 +170,6 @@ def _padding_in_positions(window: OpenWindow, at: Place) -> OpenWindow:
     "commit",
     "DSD: pads again without removing the old padding",
     "I1: a row's length is that of its tokens",
-    "; outputs hold pads and end early",
     kv=_padding_in_kv,
     window=_padding_in_positions,
 )
@@ -205,7 +194,6 @@ def _pad_drafts_emitted(emitted: jax.Array, at: Place) -> jax.Array:
     "verdict",
     "DSD: padding of short drafts is compared with padding",
     "C5: only the first num_valid nodes of a draft are proposals",
-    ", at pads after a fully accepted draft",
     emitted=_pad_drafts_emitted,
 )
 def _pad_drafts_accepted(verdict: Verdict, at: Place) -> Verdict:
@@ -225,7 +213,6 @@ def _pad_drafts_accepted(verdict: Verdict, at: Place) -> Verdict:
     "verdict",
     "DSD; Meta (Tang et al. 2025)",
     "E1: a round's last token is the target's own",
-    ", at the first rejection",
 )
 def _bonus_from_draft(verdict: Verdict, at: Place) -> Verdict:
     drafted = pick(at.draft.tokens, verdict.num_accepted)
@@ -237,7 +224,6 @@ def _bonus_from_draft(verdict: Verdict, at: Place) -> Verdict:
     "verdict",
     "the bonus read one entry too far (J + 1)",
     "E1: a round's last token is the target's after the accepted ones",
-    ", at the first rejection",
 )
 def _bonus_after_mismatch(verdict: Verdict, at: Place) -> Verdict:
     return verdict.replace(next_token=pick(at.chosen, verdict.num_accepted + 1))
@@ -250,7 +236,6 @@ def _bonus_after_mismatch(verdict: Verdict, at: Place) -> Verdict:
     "kv",
     "DSD: KV cropped to the batch's least acceptance, tokens kept per row",
     "I3: KV holds every token before the newest one",
-    ", in rows that accepted more than the least",
 )
 def _kv_cut_to_batch_minimum(source: KvSource, at: Place) -> KvSource:
     ran = at.state.is_running
@@ -265,7 +250,6 @@ def _kv_cut_to_batch_minimum(source: KvSource, at: Place) -> KvSource:
     "kv",
     "a realignment by delta + 1",
     "I3: slot i holds the KV of token i",
-    ", in rows that were realigned",
 )
 def _kv_shifted_by_one(source: KvSource, at: Place) -> KvSource:
     emitted = num_emitted(at)
@@ -278,7 +262,6 @@ def _kv_shifted_by_one(source: KvSource, at: Place) -> KvSource:
     "window",
     "EQSPEC's Algorithm 3 as printed: only the drafts are fed, not the last token",
     "I3: the newest token has no KV yet and has to be written",
-    ", from the first rounds on",
 )
 def _bonus_without_kv(window: OpenWindow, at: Place) -> OpenWindow:
     return window.replace(slots=window.slots.at[:, 0].set(-1))
@@ -288,7 +271,6 @@ def _bonus_without_kv(window: OpenWindow, at: Place) -> OpenWindow:
     "window",
     "a realignment that keeps the old padding's positions",
     "I2: a token's position is the number of the row's tokens before it",
-    ", after rows accepted different numbers",
 )
 def _positions_not_recomputed(window: OpenWindow, at: Place) -> OpenWindow:
     shift = aligned_padding(at.state) - prompt_padding(at.state)
@@ -299,7 +281,6 @@ def _positions_not_recomputed(window: OpenWindow, at: Place) -> OpenWindow:
     "window",
     "BSP without its masked holes: rejected drafts stay in the cache",
     "C1: what lies beyond the committed length is never visible",
-    ", after the first rejection",
 )
 def _rejected_tail_visible(window: OpenWindow, at: Place) -> OpenWindow:
     tail = num_rejected(at.state)[:, None]
@@ -312,7 +293,6 @@ def _rejected_tail_visible(window: OpenWindow, at: Place) -> OpenWindow:
     "commit",
     "a rejected draft's slot counted as committed",
     "I1: a row's length is that of its tokens",
-    ", at the first rejection",
 )
 def _rollback_one_short(after: OpenState, at: Place) -> OpenState:
     is_rejected = at.info.verdict.num_accepted < at.info.draft.num_valid
@@ -324,7 +304,6 @@ def _rollback_one_short(after: OpenState, at: Place) -> OpenState:
     "window",
     "one scalar cursor for the batch (Transformers' static cache, Flax's cache)",
     "I1: every row has its own offset",
-    ", in rows after the foremost",
 )
 def _one_cursor_for_all_rows(window: OpenWindow, at: Place) -> OpenWindow:
     foremost = jnp.max(window.start) - window.start
@@ -339,7 +318,6 @@ def _one_cursor_for_all_rows(window: OpenWindow, at: Place) -> OpenWindow:
     "window",
     "draft columns masked where draft == pad",
     "I3: a query sees every token before it, whatever its id",
-    ", after an accepted draft whose id is the pad's",
 )
 def _draft_mask_by_value(window: OpenWindow, at: Place) -> OpenWindow:
     slot = slots_of(at.state)
@@ -352,7 +330,6 @@ def _draft_mask_by_value(window: OpenWindow, at: Place) -> OpenWindow:
     "window",
     "EQSPEC, EXSPEC: mask = (id != pad)",
     "I2, I3: a query sees every token before it, whatever its id",
-    ", where a prompt holds the pad's id",
 )
 def _pad_in_prompt_masked(window: OpenWindow, at: Place) -> OpenWindow:
     is_context = slots_of(at.state) < at.state.num_committed[:, None] - 1
@@ -370,7 +347,6 @@ def _pad_in_prompt_masked(window: OpenWindow, at: Place) -> OpenWindow:
     "prefill",
     "a row's KV taken for the new request's prefix",
     "C1: nothing of a row's previous request is visible",
-    ", in requests that take a used row",
 )
 def _stale_kv_after_reuse(after: OpenState, at: Place) -> OpenState:
     is_taken_as_cached = at.state.is_reused[at.row] & (at.start == 0)
@@ -384,7 +360,6 @@ def _stale_kv_after_reuse(after: OpenState, at: Place) -> OpenState:
     "admit_row",
     "a row's counters are not reset",
     "I1, C1: nothing of a row's previous request is visible",
-    ", in requests shorter than their row's predecessor",
 )
 def _stale_length_after_reuse(after: OpenState, at: Place) -> OpenState:
     old = jnp.minimum(at.state.num_committed[at.row], jnp.asarray(at.admission.limit) - 1)
@@ -411,7 +386,6 @@ def _without_stops(at: Place) -> Emission:
     "emission",
     "EOS looked for in the bonus only",
     "E1: an output ends at its first stop token",
-    "the output runs on after the reference has ended",
 )
 def _stop_unseen_in_accepted_run(emission: Emission, at: Place) -> Emission:
     unstopped = _without_stops(at)
@@ -429,7 +403,6 @@ def _stop_unseen_in_accepted_run(emission: Emission, at: Place) -> Emission:
     "emission",
     "EQSPEC, EXSPEC: the round's tokens after an accepted EOS are kept",
     "E1: an output ends at its first stop token",
-    "the output holds tokens after the reference has ended",
 )
 def _tokens_kept_after_stop(emission: Emission, at: Place) -> Emission:
     return _without_stops(at).replace(finish=emission.finish, stop_token=emission.stop_token)
@@ -439,7 +412,6 @@ def _tokens_kept_after_stop(emission: Emission, at: Place) -> Emission:
     "admit_row",
     "EQSPEC, EXSPEC: EOS looked for in the whole row",
     "E2: only emitted tokens end an output",
-    "the output ends before the reference",
 )
 def _stop_in_prompt_ends_row(after: OpenState, at: Place) -> OpenState:
     is_prompt = slots_of(after) < after.num_committed[at.row]
@@ -454,7 +426,6 @@ def _stop_in_prompt_ends_row(after: OpenState, at: Place) -> OpenState:
     "commit",
     "EQSPEC, EXSPEC where pad == eos: left padding ends a row",
     "E2: an output does not depend on the neighbours' lengths",
-    "outputs of rows shorter than the longest end before the reference",
 )
 def _pad_is_stop(after: OpenState, at: Place) -> OpenState:
     ends = at.state.is_running & (prompt_padding(at.state) > 0)
@@ -468,7 +439,6 @@ def _pad_is_stop(after: OpenState, at: Place) -> OpenState:
     (Engine, "run"),
     "EXSPEC with --sort_by_length: never sorted back",
     "outputs come in the order of their prompts",
-    "the outputs are the reference's as a set, but not in order",
     kind="order",
 )
 def _sorted_outputs(real, pad_token):
@@ -571,7 +541,6 @@ def _draft_filtered_in_another_order(real, pad_token):
     (decoder, "forward"),
     "vLLM v0: a row per drafted token (vllm issue 17984)",
     "none: the output is right",
-    "more rows pass through the target than in the control run",
     kind="efficiency",
 )
 def _batch_expansion(real, pad_token):
@@ -598,7 +567,6 @@ def _batch_expansion(real, pad_token):
     "verdict",
     "all rows truncated to the batch's least acceptance",
     "none: the output is right",
-    "more rounds than the control run",
     kind="efficiency",
 )
 def _rollback_to_batch_minimum(verdict: Verdict, at: Place) -> Verdict:
@@ -610,7 +578,6 @@ def _rollback_to_batch_minimum(verdict: Verdict, at: Place) -> Verdict:
     "verdict",
     "EQSPEC, EXSPEC: at most k tokens of k drafts, never k + 1",
     "none: the output is right",
-    "more rounds than the control run",
     kind="efficiency",
 )
 def _bonus_lost_on_full_acceptance(verdict: Verdict, at: Place) -> Verdict:
@@ -622,6 +589,5 @@ FAULTS["another_order_of_sums"] = Fault(
     name="another_order_of_sums",
     source="SGLang with EAGLE, vLLM, any other kernel: rounding, not synchronisation",
     invariant="none: the output is right, or differs at ties (E4)",
-    detection="the committed KV differs in its bits, and no output beyond a tie",
     kind="numerics",
 )

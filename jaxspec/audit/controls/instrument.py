@@ -58,7 +58,6 @@ class Fault:
       source: the published systems that had it.
       invariant: the invariant that it breaks: I1 to I3 of this module, or C1 to E4 of the package's
         design.
-      detection: how the auditor sees it.
       kind: what to compare. `tokens`: greedy tokens; `sampling`: tokens of sampled rows; `order`:
         which output belongs to which prompt; `distribution`: the distribution; `efficiency` and
         `numerics`: nothing, because the output is right.
@@ -69,7 +68,6 @@ class Fault:
     name: str
     source: str
     invariant: str
-    detection: str
     kind: Kind = "tokens"
     edits: Mapping[str, Edit] = dataclasses.field(default_factory=dict)
     patches: Sequence[Patch] = ()

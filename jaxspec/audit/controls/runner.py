@@ -82,21 +82,6 @@ class ControlResult:
         return {name: x for name, x in fields.items() if name not in ("edits", "patches", "fault")}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Workload:
-    """Requests that give every fault a chance to show.
-
-    Attributes:
-      prompts: as token ids.
-      params: one for each prompt.
-      pad_token: a token of the prompts that is also drafted and accepted.
-    """
-
-    prompts: Sequence[Sequence[int]]
-    params: Sequence[SamplingParams]
-    pad_token: int
-
-
 def run_controls(
     target: LanguageModel,
     drafter: Drafter,
@@ -147,7 +132,13 @@ def run_controls(
 
 class ControlRuns:
     """The engines and requests that all controls of one target share; see `run_controls`. `faults`
-    are those with edits that will be run; they are compiled into one program."""
+    are those with edits that will be run; they are compiled into one program.
+
+    Attributes:
+      prompts: of the requests, as token ids.
+      params: one for each prompt.
+      pad_token: a token of the prompts that is also drafted and accepted.
+    """
 
     def __init__(
         self,
@@ -159,9 +150,9 @@ class ControlRuns:
     ):
         self._target, self._drafter = target, drafter
         self._production = _engine(target, drafter)
-        prompts = _prompts(target) if prompts is None else prompts
+        self.prompts = _prompts(target) if prompts is None else prompts
         with _metered(target) as rows:
-            self.workload = _workload(self._production, prompts)
+            self.params, self.pad_token = _workload(self._production, self.prompts)
         self._num_rows = max(rows)
         self._scorer = Scorer(target, max_length=MAX_LENGTH)
         self._reference = self._generate(_engine(target))
@@ -170,12 +161,12 @@ class ControlRuns:
         self._faults = list(faults)
         self._switched = None
         if self._faults:
-            with installed(self._faults, pad_token=self.workload.pad_token, is_armed=True):
+            with installed(self._faults, pad_token=self.pad_token, is_armed=True):
                 self._switched = _engine(target, drafter)
                 self._generate(self._switched)  # compiles it while the edits are in place
 
     def _generate(self, engine: Engine) -> list[Completion]:
-        return engine.generate(self.workload.prompts, self.workload.params)
+        return engine.generate(self.prompts, self.params)
 
     def compare(
         self, completions: Sequence[Completion], *, among: Sequence[int] | None = None
@@ -183,9 +174,8 @@ class ControlRuns:
         """Outputs of all requests, or of those `among` them, against the reference loop's; judged
         up to the first one that is not a tie."""
         expected = [completion.token_ids for completion in self._reference]
-        params = self.workload.params
         return judge_all(
-            self._scorer, completions, expected, params, among=among, stops_at_fault=True
+            self._scorer, completions, expected, self.params, among=among, stops_at_fault=True
         )
 
     def run(self, fault: Fault) -> ControlResult:
@@ -202,8 +192,8 @@ class ControlRuns:
         with self._faulty(fault) as engine, _metered(self._target) as rows:
             completions = self._generate(engine)
         control = self.compare(control_run)
-        greedy = [i for i, p in enumerate(self.workload.params) if p.temperature == 0]
-        sampled = [i for i, p in enumerate(self.workload.params) if p.temperature > 0]
+        greedy = [i for i, p in enumerate(self.params) if p.temperature == 0]
+        sampled = [i for i, p in enumerate(self.params) if p.temperature > 0]
         among = {"tokens": greedy, "sampling": sampled}.get(fault.kind)
         found = self.compare(completions, among=among)
         detail, needs_batch = found.describe(), None
@@ -253,18 +243,17 @@ class ControlRuns:
             finally:
                 arm(engine, 0)
             return
-        with fault.apply(pad_token=self.workload.pad_token):
+        with fault.apply(pad_token=self.pad_token):
             is_around = all(owner is Engine for owner, _, _ in fault.patches)
             yield self._production if is_around else _engine(self._target, self._drafter)
 
     def _is_right_alone(self, fault: Fault, index: int) -> bool:
         """Whether a request's output is right when nothing else is in the batch."""
-        w = self.workload
         for engine in (self._production, self._switched):
             if engine is not None:
                 engine.reset()  # for a fault, finished rows are neighbours too
         with self._faulty(fault) as engine:
-            alone = engine.generate([w.prompts[index]], w.params[index])
+            alone = engine.generate([self.prompts[index]], self.params[index])
         completions = list(self._reference)
         completions[index] = alone[0]
         return self.compare(completions, among=[index]).are_ties
@@ -321,8 +310,9 @@ def _prompts(target: LanguageModel) -> list[list[int]]:
     return found
 
 
-def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
-    """Requests for these prompts; a first run shows where stop tokens and pads have to be."""
+def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> tuple[list[SamplingParams], int]:
+    """Parameters of requests for these prompts that give every fault a chance to show, and the pad
+    token; a first run shows where stop tokens and pads have to be."""
     lengths = [len(prompt) for prompt in prompts]
     if len(prompts) <= 2 * BATCH_SIZE or not all(0 < n <= MAX_LENGTH // 2 for n in lengths):
         raise SettingError(
@@ -360,7 +350,7 @@ def _workload(engine: Engine, prompts: Sequence[Sequence[int]]) -> Workload:
             f"Of the drafts for these {len(prompts)} prompts no token was accepted that could be "
             "the pad and a stop token; give a drafter that is right more often."
         )
-    return Workload(prompts=prompts, params=params, pad_token=common[0])
+    return params, common[0]
 
 
 def scene_of(fault: Fault) -> DistributionScene:
