@@ -7,6 +7,7 @@ import logging
 import threading
 import types
 
+import engines
 import heads
 import jax
 import numpy as np
@@ -46,7 +47,7 @@ def target():
 @pytest.fixture(scope="module")
 def engine(target):
     """Its kernels are XLA's."""
-    return Engine(target, DraftModel(toy.model(seed=1, num_layers=1)), **SHAPE)
+    return engines.engine("toy", "draft model")
 
 
 @pytest.fixture(autouse=True)
