@@ -12,7 +12,6 @@ import heads
 import jax
 import numpy as np
 import pytest
-import tiny
 import toy
 
 import jaxspec
@@ -50,13 +49,18 @@ def engine(target):
     return engines.engine("toy", "draft model")
 
 
+@pytest.fixture(scope="module")
+def ngram():
+    return engines.engine("toy", "ngram")
+
+
 @pytest.fixture(autouse=True)
 def _nothing_is_left(request):
     yield
-    if "engine" in request.fixturenames:
-        engine = request.getfixturevalue("engine")
+    for name in {"engine", "ngram"} & set(request.fixturenames):
+        engine = request.getfixturevalue(name)
         assert not engine.has_unfinished
-        engine.update_params()  # drops what sessions and prefixes keep
+        engine.update_params(target=engines.target("toy").params)  # drops what sessions keep
         engine.reset()
 
 
@@ -208,15 +212,14 @@ def test_other_kernels_keep_every_bit_where_answers_are_read_again(engine):
     assert ours == kv_of(engine, row)
 
 
-def test_a_second_turn_reads_a_fraction_of_the_chunks(target, monkeypatch):
-    """Of a history of 800 tokens: what the time to its first token consists of."""
-    engine = Engine(target, NGram(1, 3), batch_size=1, max_length=1024, prefill_chunk=32)
+def test_a_second_turn_reads_a_fraction_of_the_chunks(engine, monkeypatch):
+    """Of a history of 200 tokens: what the time to its first token consists of."""
     calls = []
     real = engine.executor.programs["prefill"]
     monkeypatch.setitem(
         engine.executor.programs, "prefill", lambda *args: (calls.append(1), real(*args))[1]
     )
-    [history, question] = toy.prompts((790, 40))
+    [history, question] = toy.prompts((186, 40))
     session = engine.session()
     first = session.generate(history, GREEDY)
     calls.clear()
@@ -264,7 +267,7 @@ def test_a_seam_kept_one_position_too_far_is_caught(engine, monkeypatch):
 
 
 def test_what_follows_a_stop_string_never_counts():
-    engine = Engine(tiny.model(eos_token_ids=(), text=tiny.tokenizer()), NGram(1, 3), **SHAPE)
+    engine = engines.engine("text", "ngram")
     whole = engine.generate(["once upon"], GREEDY)[0].text
     stop = whole[4:6]
     params = dataclasses.replace(GREEDY, stop=(stop,))
@@ -351,30 +354,25 @@ def test_rows_are_kept_while_others_are_free(engine):
     check_chat(engine, [second])
 
 
-@pytest.mark.parametrize("how", ["limit", "memory"])
-def test_what_does_not_fit_on_the_host_is_read_again(target, monkeypatch, how):
-    limit = 0 if how == "limit" else None
-    engine = Engine(target, NGram(1, 3), session_bytes=limit, **SHAPE)
-    if how == "memory":
-
-        def exhausted(self, place):
-            raise MemoryError("no more")
-
-        monkeypatch.setattr("jaxspec.decode.kept.StoredRow.on_host", exhausted)
-    session = engine.session()
-    first = session.generate(FIRST, GREEDY)
+def test_the_least_recently_used_is_dropped_first_and_read_again(target):
+    one = engines.engine("toy", "ngram").row_store.row_bytes(30)
+    engine = Engine(target, NGram(1, 3), session_bytes=2 * one, **SHAPE)
+    sessions = [engine.session() for _ in range(3)]
+    for session in sessions:
+        first = session.generate(FIRST, GREEDY)
     engine.generate([OTHER] * engine.num_residents, GREEDY)
-    assert session.place == "none"
-    second = session.generate([*FIRST, *first.token_ids, *SECOND], GREEDY)
-    assert (second.num_reused_tokens, second.num_reread_tokens) == (0, len(FIRST) + 12)
+    assert [session.place for session in sessions] == ["none", "host", "host"]
+    assert engine.memory.parked_bytes == 2 * one
+    again = sessions[0].generate([*FIRST, *first.token_ids, *SECOND], GREEDY)
+    assert (again.num_reused_tokens, again.num_reread_tokens) == (0, len(FIRST) + 12)
     metrics = engine.metrics()
     assert metrics["num_reread_tokens"] == metrics["num_dropped_tokens"] == len(FIRST) + 12
     assert engine.memory.num_reread_tokens == len(FIRST) + 12
-    check_chat(engine, [second])
+    check_chat(engine, [again])
 
 
-def test_memory_that_ran_out_costs_only_the_session_that_was_parked_then(target, monkeypatch):
-    engine = Engine(target, NGram(1, 3), **SHAPE)
+def test_memory_that_ran_out_costs_only_the_session_that_was_parked_then(ngram, monkeypatch):
+    engine = ngram
     lucky, unlucky = engine.session(), engine.session()
     first = [session.generate(FIRST, GREEDY) for session in (lucky, unlucky)]
     real, calls = StoredRow.on_host, []
@@ -430,17 +428,6 @@ def test_which_devices_have_pinned_memory(platform, kinds, expected):
     device = types.SimpleNamespace(platform=platform, addressable_memories=lambda: memories)
     home = types.SimpleNamespace(device_set=[device], with_memory_kind=lambda kind: kind)
     assert pinned_memory(home) == expected
-
-
-def test_the_least_recently_used_is_dropped_first(target):
-    one = Engine(target, NGram(1, 3), **SHAPE).row_store.row_bytes(30)
-    engine = Engine(target, NGram(1, 3), session_bytes=2 * one, **SHAPE)
-    sessions = [engine.session() for _ in range(3)]
-    for session in sessions:
-        session.generate(FIRST, GREEDY)
-    engine.generate([OTHER] * engine.num_residents, GREEDY)
-    assert [session.place for session in sessions] == ["none", "host", "host"]
-    assert engine.memory.parked_bytes == 2 * one
 
 
 def test_forks_go_on_by_themselves(engine):
@@ -611,9 +598,8 @@ def test_engines_that_cannot_keep_rows_say_so(target):
         small.cache_prefix(FIRST)
 
 
-def test_other_weights_drop_what_the_old_ones_made(caplog):
-    old, new = toy.model(num_layers=1), toy.model(seed=4, num_layers=1)
-    engine = Engine(old, NGram(1, 3), **SHAPE)
+def test_other_weights_drop_what_the_old_ones_made(engine, caplog):
+    new = toy.model(seed=4, num_layers=1)
     sessions = [engine.session() for _ in range(engine.num_residents + 1)]
     first = [session.generate(FIRST, GREEDY) for session in sessions]
     engine.cache_prefix(OTHER)
@@ -627,8 +613,8 @@ def test_other_weights_drop_what_the_old_ones_made(caplog):
     check_chat(engine, [done])
 
 
-def test_a_lost_state_costs_a_reread(target):
-    engine = Engine(target, NGram(1, 3), **SHAPE)
+def test_a_lost_state_costs_a_reread(ngram, monkeypatch):
+    engine = ngram
     kept, parked = engine.session(), engine.session()
     first = parked.generate(FIRST, GREEDY)
     engine.generate([OTHER] * engine.num_residents, GREEDY)
@@ -639,10 +625,10 @@ def test_a_lost_state_costs_a_reread(target):
         jax.block_until_ready(real(params, state, *numbers))
         raise RuntimeError("the device is gone")
 
-    programs["run"] = fails
+    monkeypatch.setitem(programs, "run", fails)
     with pytest.raises(RuntimeError, match="is gone"):
         engine.generate([OTHER], GREEDY)
-    programs["run"] = real
+    monkeypatch.undo()
     assert (kept.place, parked.place) == ("none", "host")
     found = [each.generate([*FIRST, *first.token_ids, 2], GREEDY) for each in (kept, parked)]
     assert [done.num_reused_tokens for done in found] == [0, len(FIRST) + 12]
