@@ -34,13 +34,11 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 
 def target(**changes):
-    return toy.model(vocab_size=64, num_kv_heads=4, **changes)
+    return toy.model(**{"vocab_size": 64, "num_kv_heads": 4, "num_layers": 1} | changes)
 
 
 def draft_model(**changes) -> jaxspec.DraftModel:
-    return jaxspec.DraftModel(
-        toy.model(**({"seed": 1, "vocab_size": 64, "num_kv_heads": 4, "num_layers": 1} | changes))
-    )
+    return jaxspec.DraftModel(target(**{"seed": 1} | changes))
 
 
 class Driver:

@@ -66,6 +66,12 @@ def two_by_four():
     return Driver(driver.mesh(data=2, model=4), driver.draft_model())
 
 
+@pytest.fixture(scope="module")
+def two():
+    """Two shards of one device, without a drafter."""
+    return Driver(driver.mesh(data=2))
+
+
 def alone(one, by_row, **options):
     """Outputs of requests decoded one at a time on one device."""
     return {row: one.generate({0: request}, **options)[0] for row, request in by_row.items()}
@@ -281,17 +287,16 @@ def test_a_draft_model_may_keep_a_window_of_its_kv(monkeypatch):
     monkeypatch.setattr(driver, "MAX_LENGTH", 640)
     by_row = requests(lengths=(150, 40, 560, 420))
     drafter = jaxspec.DraftModel(driver.draft_model().model, kv_window=128)
-    for sizes in ({"data": 2}, {"data": 2, "model": 2}):
-        on_mesh = Driver(driver.mesh(**sizes), drafter)
-        drafted = on_mesh.generate(by_row)
-        num_rounds = np.asarray(on_mesh.state.counts.num_rounds)
-        turned = on_mesh.generate({3 - row: request for row, request in by_row.items()})
-        assert {row: turned[3 - row] for row in by_row} == drafted
-        np.testing.assert_array_equal(on_mesh.state.counts.num_rounds[::-1], num_rounds)
-        assert on_mesh.generate(by_row, draft_length=0) == drafted
-        pages, table = on_mesh.state.drafter.cache.layers[0].k, on_mesh.state.drafter.cache.table
-        assert pages.shape[0] == 4 * 3
-        assert table[2].tolist() == [0, 1, 2, 1, 2]
+    on_mesh = Driver(driver.mesh(data=2, model=2), drafter)
+    drafted = on_mesh.generate(by_row)
+    num_rounds = np.asarray(on_mesh.state.counts.num_rounds)
+    turned = on_mesh.generate({3 - row: request for row, request in by_row.items()})
+    assert {row: turned[3 - row] for row in by_row} == drafted
+    np.testing.assert_array_equal(on_mesh.state.counts.num_rounds[::-1], num_rounds)
+    assert on_mesh.generate(by_row, draft_length=0) == drafted
+    pages, table = on_mesh.state.drafter.cache.layers[0].k, on_mesh.state.drafter.cache.table
+    assert pages.shape[0] == 4 * 3
+    assert table[2].tolist() == [0, 1, 2, 1, 2]
     one = Driver(driver.mesh(data=1), drafter)
     assert_equal_or_tie(on_mesh, by_row, drafted, alone(one, by_row))
 
@@ -316,7 +321,7 @@ def test_models_that_cannot_be_split_are_replicated(one):
     assert pages.sharding.shard_shape(pages.shape) == pages.shape
     assert_equal_or_tie(on_mesh, by_row, on_mesh.generate(by_row), theirs)
 
-    model = Replicated(driver.target(num_layers=1))
+    model = Replicated(driver.target())
     own = Driver(driver.mesh(data=1, model=2), jaxspec.NGram(), model=model)
     assert not collectives(own.compiled("run"))
     assert own.generate(by_row) == own.generate(by_row, draft_length=0)
@@ -333,7 +338,7 @@ def test_explicit_axes_and_their_order_do_not_matter():
 # Sabotage: each of these is a bug that the checks above must see.
 
 
-def test_a_chunk_of_another_shards_row_is_seen(monkeypatch):
+def test_a_chunk_of_another_shards_row_is_seen(two, monkeypatch):
     """Every shard reads the chunk that shard 0 wants."""
     real = sharding.ShardedLoop.prefill
 
@@ -341,20 +346,18 @@ def test_a_chunk_of_another_shards_row_is_seen(monkeypatch):
         return real(self, params, state, rows, jnp.broadcast_to(starts[:1], starts.shape))
 
     by_row = requests(lengths=LENGTHS[:4])
-    model = driver.target(num_layers=1)
-    right = Driver(driver.mesh(data=2), model=model).generate(by_row)
+    right = two.generate(by_row)
     monkeypatch.setattr(sharding.ShardedLoop, "prefill", wrong)
-    assert Driver(driver.mesh(data=2), model=model).generate(by_row) != right
+    assert Driver(driver.mesh(data=2)).generate(by_row) != right
 
 
-def test_a_program_that_talks_is_seen(monkeypatch):
+def test_a_program_that_talks_is_seen(two, monkeypatch):
     """All shards run until the last of them has ended."""
     real = decode_loop.run
 
     def wrong(parts, params, state, num_rounds, min_running):
         return real(parts, params, state, jax.lax.pmax(num_rounds, "data"), min_running)
 
-    model = driver.target(num_layers=1)
-    assert not collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))
+    assert not collectives(two.compiled("run"))
     monkeypatch.setattr(decode_loop, "run", wrong)
-    assert collectives(Driver(driver.mesh(data=2), model=model).compiled("run"))
+    assert collectives(Driver(driver.mesh(data=2)).compiled("run"))
