@@ -26,6 +26,7 @@ from jaxspec import (
     sampling,
 )
 from jaxspec.decode.settings import MAX_STOP_TOKENS
+from jaxspec.engine.config import ServingSettings
 from jaxspec.engine.progress import Progress
 from jaxspec.errors import JaxspecWarning, ModelError, PromptError, SettingError
 from jaxspec.models.prefill import chain_window
@@ -119,9 +120,11 @@ def outputs(engine):
     ],
 )
 def test_settings_out_of_range(target, settings, message):
-    with pytest.raises(SettingError) as raised:
-        Engine(target, **settings)
-    assert message in str(raised.value)
+    serving = {"drafter", "draft_length"} | ServingSettings.__annotations__.keys()
+    for make in (Engine, ServingEngine) if settings.keys() <= serving else (Engine,):
+        with pytest.raises(SettingError) as raised:
+            make(target, **settings)
+        assert message in str(raised.value)
 
 
 SHORT = {"max_length": 64}
@@ -287,6 +290,7 @@ def test_outputs_are_in_the_order_of_the_prompts(engine, outputs):
     assert [completion.token_ids for completion in backwards] == outputs[::-1]
     assert [completion.request_id for completion in backwards] == list("01234")
     assert [list(c.prompt_token_ids) for c in backwards] == PROMPTS[::-1]
+    assert engine.generate([]) == []
 
 
 def test_plain_decoding_in_the_same_program(engine, outputs):
@@ -385,10 +389,6 @@ def test_too_many_stop_tokens(engine):
     with pytest.raises(SettingError, match=f"there is room for {MAX_STOP_TOKENS}"):
         engine.generate([[5]], params)
     assert engine.generate([[5]])[0].token_ids  # still of use
-
-
-def test_no_prompts(engine):
-    assert engine.generate([]) == []
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ SHAPE = {"batch_size": 1, "max_length": 256, "prefill_chunk": 16, "rounds_per_sy
 
 @pytest.fixture(scope="module")
 def target():
-    return toy.model()
+    return toy.model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +185,7 @@ def in_time(call, limit_s=60):
 
 
 def test_a_device_that_does_not_answer_while_rounds_are_measured(target):
-    drafter = DraftModel(toy.model(seed=1))
+    drafter = DraftModel(toy.model(seed=1, num_layers=1))
     engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
     real, answer = engine.executor.programs["run"], threading.Event()
 
@@ -204,7 +204,7 @@ def test_a_device_that_does_not_answer_while_rounds_are_measured(target):
 
 
 def test_measuring_many_rounds_may_take_longer_than_a_step(target):
-    drafter = DraftModel(toy.model(seed=1))
+    drafter = DraftModel(toy.model(seed=1, num_layers=1))
     engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
     real, calls = engine.executor.programs["run"], []
 

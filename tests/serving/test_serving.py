@@ -18,7 +18,7 @@ import tiny
 import toy
 
 import jaxspec.serving.engine as module
-from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
+from jaxspec import DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import Drafter
@@ -423,21 +423,16 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
 
 
 def test_copying_a_row_costs_as_much_as_is_live():
-    cache = init_cache(
-        num_layers=1,
-        num_rows=2,
-        capacity=4 * BLOCK,
-        num_kv_heads=1,
-        head_size=2,
-        dtype="bfloat16",
-    )
-    source = init_cache(
-        num_layers=1,
-        num_rows=1,
-        capacity=4 * BLOCK,
-        num_kv_heads=1,
-        head_size=2,
-        dtype="bfloat16",
+    cache, source = (
+        init_cache(
+            num_layers=1,
+            num_rows=num_rows,
+            capacity=4 * BLOCK,
+            num_kv_heads=1,
+            head_size=2,
+            dtype="bfloat16",
+        )
+        for num_rows in (2, 1)
     )
     slots = jnp.arange(4 * BLOCK, dtype=jnp.int32)[None]
     values = jax.random.normal(jax.random.key(0), (1, 4 * BLOCK, 1, 2), jnp.bfloat16)
@@ -463,24 +458,6 @@ def test_a_seed_is_drawn_and_named(engine_of):
     first, second = (engine.prefill(PROMPTS[0], params).request for _ in range(2))
     assert first.params.seed != second.params.seed
     assert first.prompt_token_ids == tuple(PROMPTS[0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size 0 was given"),
-        ({"verify_length": 2}, "without a drafter"),
-        ({"drafter": NGram(), "draft_length": 4, "verify_length": 4}, "for a verify_length of 4"),
-        ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
-        (
-            {"drafter": NGram(), "verify_length": 129, "max_length": 128},
-            "does not fit a max_length of 128",
-        ),
-    ],
-)
-def test_settings_out_of_range(target, settings, message):
-    with pytest.raises(SettingError, match=message):
-        ServingEngine(target, **settings)
 
 
 @pytest.mark.parametrize(
