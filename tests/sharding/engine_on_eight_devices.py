@@ -290,12 +290,6 @@ def test_traces_are_those_of_one_device(prompts):
         pandas.testing.assert_frame_equal(ours, theirs)
 
 
-def test_invariants_are_checked_on_one_device_only():
-    mesh = jax.make_mesh((4,), ("data",))
-    with pytest.raises(SettingError, match=r"check_invariants was given with a mesh"):
-        Engine(small(), batch_size=4, max_length=128, mesh=mesh, check_invariants=True)
-
-
 def test_a_mesh_of_some_devices_says_so(caplog):
     engine(jax.make_mesh((4,), ("data",), devices=jax.devices()[:4]))
     assert "using 4 of 8 CPUs" in caplog.text
