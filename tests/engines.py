@@ -68,13 +68,13 @@ def engine(name: str = "toy", drafter: str | None = None, *, dtype="float32", **
       dtype: of the weights.
       settings: of the engine, besides `SHAPE`; all hashable.
     """
-    made = _engine(compiled_for, name, drafter, dtype, tuple(sorted(settings.items())))
+    key = (compiled_for, name, drafter, dtype, tuple(sorted(settings.items())))
+    made = _engine(*key)
     if made.has_unfinished:  # a test that failed left it so
-        _engine.cache_clear()
-        made = _engine(compiled_for, name, drafter, dtype, tuple(sorted(settings.items())))
-    made.update_params(
-        target=target(name, dtype).params, draft=getattr(made.drafter, "params", None)
-    )
+        forget()
+        made = _engine(*key)
+    drafts = made.drafter.params if isinstance(made.drafter, DraftModel) else None
+    made.update_params(target=target(name, dtype).params, draft=drafts)
     made.reset()
     return made
 

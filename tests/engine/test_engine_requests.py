@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
-import threading
 
 import engines
 import jax
@@ -154,32 +153,6 @@ def test_streams_of_many_tasks_share_the_steps(engine, alone, monkeypatch):
     assert len(steps) < sum(len(pieces) for pieces in found)
 
 
-def test_threads_submit_cancel_and_stream_at_once(engine, alone):
-    found, errors = {}, []
-
-    def work(index):
-        try:
-            if index % 3 == 2:
-                name = engine.submit(PROMPTS[index], PARAMS[index], request_id=f"thread-{index}")
-                engine.cancel(name)
-            else:
-                found[index] = list(engine.stream(PROMPTS[index], PARAMS[index]))[-1].completion
-        except Exception as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(PROMPTS))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    cancelled = drain(engine)
-    assert not errors
-    assert {completion.stop_reason for completion in cancelled} == {"cancelled"}
-    assert len(cancelled) == 2
-    for index, completion in found.items():
-        assert completion.token_ids == alone[index].token_ids
-
-
 def test_cancelling(engine, alone):
     long = SamplingParams(max_tokens=100, ignore_eos=True)
     names = [engine.submit(PROMPTS[0], long) for _ in range(engine.num_residents + 1)]
@@ -200,16 +173,6 @@ def test_cancelling(engine, alone):
     for name in (names[0], "never"):
         with pytest.raises(RequestError, match=f"{name}.* no unfinished request"):
             engine.cancel(name)
-
-
-def test_a_closed_stream_is_cancelled_and_harms_nobody(engine, alone):
-    kept = engine.submit(PROMPTS[5], PARAMS[5])
-    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=150, ignore_eos=True))
-    assert next(stream).token_ids
-    stream.close()
-    [completion] = drain(engine)
-    assert completion.request_id == kept
-    assert completion.token_ids == alone[5].token_ids
 
 
 def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, target, monkeypatch):

@@ -21,7 +21,6 @@ from jaxspec.decode import loop as decode_loop
 from jaxspec.decode import sharded as sharding
 from jaxspec.models import decoder
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.schedulers import Continuous
 
 GREEDY = SamplingParams(max_tokens=12)
 SAMPLED = SamplingParams(max_tokens=12, temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=7)
@@ -177,22 +176,6 @@ def test_the_state_is_donated_and_nothing_is_compiled_again(eight, two_by_four):
             assert not re.search(
                 r"= f32\[4,\d+,128,\d+\]\S* (copy|convert|transpose|gather)\(", compiled.as_text()
             )
-
-
-def test_rows_that_wait_are_seated_on_their_own_shard(one):
-    scheduler = Continuous(waiting=2)
-    on_mesh = Driver(driver.mesh(data=4), driver.draft_model(), scheduler=scheduler)
-    assert on_mesh.loop.resident_shape.batch_size == 16
-    by_row = requests()
-    together = on_mesh.generate(by_row)
-    few = dict(list(by_row.items())[4:12])
-    assert alone(one, few) == {row: together[row] for row in few}
-
-
-def test_plain_decoding_needs_no_drafter(eight):
-    plain = Driver(driver.mesh(data=2, model=4))
-    by_row = requests(lengths=LENGTHS[:4])
-    assert_equal_or_tie(plain, by_row, plain.generate(by_row), eight.generate(by_row))
 
 
 def assert_equal_or_tie(on_mesh, by_row, ours, theirs):
