@@ -31,11 +31,12 @@ from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.row_store import ROW_PROGRAMS
 
-CHUNK = 16
-SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": CHUNK, "draft_length": 3}
+SHAPE = engines.SHAPE | {"draft_length": 3}
+CHUNK = SHAPE["prefill_chunk"]
 GREEDY = SamplingParams(max_tokens=13, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=13, ignore_eos=True, temperature=0.9, seed=3)
 FIRST, SECOND, THIRD, OTHER = toy.prompts((21, 9, 30, 17))
+HEADS = ("clover", "clover2")
 
 
 @pytest.fixture(scope="module")
@@ -110,34 +111,22 @@ def test_turns_equal_the_same_chat_from_nothing_and_read_only_what_is_new(engine
     assert session.place == "none"
 
 
-DRAFTERS = {
-    "plain": lambda target: None,
-    "ngram": lambda target: NGram(1, 3),
-    "draft tree": lambda target: DraftModel(
-        toy.model(seed=1, num_layers=1), tree=jaxspec.BeamTree(width=2, depth=2, nodes=4)
-    ),
-    "clover": lambda target: heads.random_heads("clover", target),
-    "clover2": lambda target: heads.random_heads("clover2", target),
-}
-SLOW_TO_COMPILE = ("draft tree", "clover", "clover2")
-
-
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=[pytest.mark.system] * (name in SLOW_TO_COMPILE))
-        for name in DRAFTERS
+        *(None, "ngram"),
+        *(pytest.param(each, marks=pytest.mark.system) for each in ("draft tree", *HEADS)),
     ],
 )
 def test_every_drafter_keeps_what_it_can(name):
-    target = heads.target(num_layers=1)
-    drafter = DRAFTERS[name](target)
-    shape = dict(SHAPE)
-    del shape["draft_length"]
-    engine = Engine(target, drafter, **shape)
+    if name in HEADS:
+        target = heads.target(num_layers=1)
+        engine = Engine(target, heads.random_heads(name, target), **engines.SHAPE)
+    else:
+        engine = engines.engine("toy", name)
     session = engine.session()
     completions = chat(session)
-    seam = bool(drafter is not None and engine.executor.parts.drafter.taps)
+    seam = bool(engine.executor.parts.drafter.taps)
     known = len(FIRST) + 13 - 1
     assert completions[1].num_reused_tokens == known - seam
     assert completions[1].num_reread_tokens == seam
@@ -606,13 +595,11 @@ def test_a_lost_state_costs_a_reread(ngram, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"draft_length": "auto"},
         {"draft_length": "auto", "exactness": "ties"},
         {"scheduler": jaxspec.Static()},
         {"scheduler": jaxspec.Pool(window_size=3)},
-        {"check_invariants": True},
+        {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"},
         {"verifier": "rejection"},
-        {"max_logprobs": 1, "trace": "tokens"},
     ],
     ids=str,
 )
