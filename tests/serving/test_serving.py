@@ -186,6 +186,15 @@ def serve(engine, requests, *, seed, state=None, prefill=None):
     return served
 
 
+def generate_into(outputs, engine, state):
+    """The state after a round, and its result, whose tokens are added to each row's."""
+    state, result = engine.generate(state)
+    result = jax.device_get(result)
+    for row, output in enumerate(outputs):
+        output += result.tokens[row, : result.num_new[row]].tolist()
+    return state, result
+
+
 def tokens_of(outputs):
     return [tuple(output.token_ids) for output in outputs]
 
@@ -266,10 +275,7 @@ def test_trees(target):
         state = engine.insert(engine.prefill(prompts[row], params), state, row)
     is_done = False
     while not is_done:
-        state, result = engine.generate(state)
-        result = jax.device_get(result)
-        for row, output in enumerate(outputs):
-            output += result.tokens[row, : result.num_new[row]].tolist()
+        state, result = generate_into(outputs, engine, state)
         num_steps, is_done = num_steps + 1, result.done.all()
     assert [tuple(output) for output in outputs] == tokens_of(expected)
     assert num_steps == 5  # three nodes of the path are right, and the bonus token: four a round
@@ -338,10 +344,7 @@ def test_a_prompt_is_read_once_and_inserted_often(engine_of, requests, expected)
             if step == 4:  # a third time, over a longer predecessor in mid-flight
                 state = engine.insert(read[index], state, 1)
                 outputs[1] = []
-            state, result = engine.generate(state)
-            result = jax.device_get(result)
-            for row, output in enumerate(outputs):
-                output += result.tokens[row, : result.num_new[row]].tolist()
+            state, result = generate_into(outputs, engine, state)
             if result.done.all():
                 break
         assert outputs == [list(expected[index].token_ids)] * 3
@@ -381,10 +384,7 @@ def test_a_row_is_cancelled_and_its_neighbours_do_not_notice(engine_of, requests
     for step in range(40):
         if step == 3:
             state = engine.free(state, 1)
-        state, result = engine.generate(state)
-        result = jax.device_get(result)
-        for row, output in enumerate(outputs):
-            output += result.tokens[row, : result.num_new[row]].tolist()
+        state, result = generate_into(outputs, engine, state)
         if step >= 3:
             assert result.num_new[1] == 0
             assert result.done[1]
