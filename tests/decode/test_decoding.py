@@ -168,8 +168,9 @@ def test_a_seat_is_reused_after_a_longer_predecessor_whose_kv_was_nan(target, en
 
 
 @pytest.fixture(scope="module")
-def broken(target):
+def broken():
     """A model that has no numbers for token 7, and a drafter that proposes it."""
+    target = toy.model()
     embedding = target.params["embedding"].at[7].set(jnp.nan)
     model = dataclasses.replace(target, params={**target.params, "embedding": embedding})
     return Engine(model, toy.WrongDrafter(token=7), batch_size=2, max_length=128)
