@@ -19,7 +19,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import adaptive, round_times
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundKind, RoundTimes
+from jaxspec.engine.round_times import LearnedTimes, RoundKind, RoundTimes
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Finish
@@ -499,45 +499,6 @@ def test_neighbours_help_to_choose_between_kinds_that_are_almost_equally_fast():
     assert loss_of_choices(0.02, round_ms=step, is_shrunk=True) < alone + 0.001
 
 
-def test_the_covariance_of_shrunk_times_is_that_of_their_errors():
-    """True times vary about a plane as the prior says; measurements vary about true times."""
-    error, random = 0.05, np.random.default_rng(0)
-    plane = {n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS}
-    errors, expected = [], []
-    for _ in range(2000):
-        true = {n: s * (1 + round_times.LEAST_RESIDUAL * random.normal()) for n, s in plane.items()}
-        seen = of_lengths({n: s * (1 + error * random.normal()) for n, s in true.items()})
-        shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
-        assert shrunk[PLAIN] == seen[PLAIN]  # which is of another kind
-        errors.append([shrunk[RoundKind(n)] / true[n] - 1 for n in true])
-        expected.append(error**2 * covariance)
-    found = np.cov(np.array(errors).T)
-    # The variance of the residuals is itself an estimate, from three degrees of freedom.
-    np.testing.assert_allclose(found, np.mean(expected, axis=0), atol=0.25 * error**2)
-    assert np.trace(found[1:, 1:]) < 0.75 * 6 * error**2
-
-
-def test_what_is_learnt_of_some_kinds_is_learnt_of_those_like_them():
-    measured = of_lengths({n: ms / 1e3 for n, ms in PAIR_MS.items()})
-    _, covariance = round_times.shrink_to_planes(measured, PAIR_WINDOWS, 0.05)
-    base = dataclasses.replace(times({0: 1.0}), short_s=measured, long_s=measured, error=0.05)
-    related = LearnedTimes(dataclasses.replace(base, covariance=covariance))
-    independent = LearnedTimes(base)
-    for learnt in (related, independent):
-        for n in (2, 3, 6) * 10:  # cost a tenth more than was measured; plain steps do not
-            for kind, factor in ((RoundKind(n), 1.1), (PLAIN, 1.0)):
-                learnt.note(kind, 100, 32, factor * 32 * measured[kind])
-                learnt.pass_rounds(32)
-
-    def factor(learnt, n):
-        beside_plain = learnt.round_s(RoundKind(n), 100) / learnt.round_s(PLAIN, 100)
-        return beside_plain / (measured[RoundKind(n)] / measured[PLAIN])
-
-    for n in (4, 5):
-        assert factor(related, n) == pytest.approx(1.1, abs=0.03)
-        assert factor(independent, n) < 1.03
-
-
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
     def choose(controller, chunks_per_token, num_unread=0):
         choice = controller.choose(
@@ -977,8 +938,6 @@ class WindowKeeper(Drafter):
         return toy.WrongDrafter().propose(shape, params, state, rows)[0], state
 
 
-def test_what_does_not_fit_is_refused(target):
+def test_a_drafter_that_keeps_a_state_of_the_windows_width_is_refused(target):
     with pytest.raises(SettingError, match="window-keeper, which keeps a state that depends on"):
         Engine(target, WindowKeeper(), exactness="ties", max_length=128)
-    with pytest.raises(SettingError, match="exactness 'exact' was given"):
-        Engine(target, toy.WrongDrafter(), exactness="exact", max_length=128)
