@@ -798,16 +798,9 @@ def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
     assert (counts["run_3"], counts["run"]) == (1, 0)
     assert_equal_or_ties(target, done, plain, PARAMS)
     tokens, rounds = done.tokens(), done.rounds()
-    assert len(tokens) == rounds["drafted"].sum() > 0
-    assert tokens["accepted"].sum() == rounds["accepted"].sum() > 0
-    assert rounds["drafted"].max() == 2
-    assert tokens["node"].max() == 1
+    assert len(tokens) == rounds["drafted"].sum() > tokens["accepted"].sum() > 0
+    assert (rounds["drafted"].max(), tokens["node"].max()) == (2, 1)
     assert rounds["emitted"].sum() == sum(len(c.token_ids) for c in done)
-    for completion in done:
-        acceptance = completion.acceptance
-        assert acceptance.num_emitted_tokens == (
-            acceptance.num_rounds + acceptance.num_accepted_tokens
-        )
 
 
 def test_a_round_of_the_wrong_width_is_seen(oracle_engine, plain, target, monkeypatch):

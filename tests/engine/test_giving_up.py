@@ -87,13 +87,6 @@ def break_out_of_a_stream(engine):
 
 
 @way
-def fail_while_reading_a_stream(engine):
-    with contextlib.suppress(ZeroDivisionError):
-        for _ in engine.stream(PROMPTS[0], LONG):
-            raise ZeroDivisionError
-
-
-@way
 def close_a_stream_that_another_thread_began(engine):
     stream = engine.stream(PROMPTS[0], LONG)
     thread = threading.Thread(target=next, args=(stream,))
