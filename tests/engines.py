@@ -30,7 +30,7 @@ SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": 16}
 TARGETS = {
     "toy": lambda dtype: toy.model(dtype=dtype, num_layers=1),
     "deep": lambda dtype: toy.model(dtype=dtype),
-    "text": lambda dtype: tiny.model(eos_token_ids=(), text=tiny.tokenizer()),
+    "text": lambda dtype: tiny.model(eos_token_ids=(), text=tiny.tokenizer(), dtype=dtype),
 }
 DRAFTERS = {
     None: lambda target: None,
@@ -49,7 +49,7 @@ compiled_for: Hashable = None
 def stranger(target):
     """A draft model of one layer that seldom agrees with the target."""
     if target.vocab_size == tiny.VOCAB:
-        return tiny.model(seed=5, eos_token_ids=(), text=target.tokenizer)
+        return tiny.model(seed=5, eos_token_ids=(), text=target.tokenizer, dtype=target.dtype)
     return toy.model(seed=1, dtype=target.dtype, num_layers=1)
 
 

@@ -13,7 +13,6 @@ import toy
 
 import jaxspec
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Static
 
 pytestmark = pytest.mark.as_shipped
@@ -34,19 +33,6 @@ def engines():
         return [Engine(target, drafter, **shape) for drafter in drafters]
 
     return make
-
-
-def test_nothing_is_compiled_after_the_first_batch(engines):
-    for engine in engines(jnp.float32, 256):
-        engine.generate(toy.prompts((3, 140)), SamplingParams(max_tokens=5))
-        before = engine.executor.compile_counts()
-        assert [before[name] for name in ("admit", "prefill", "run", "init")] == [1, 1, 1, 1]
-        engine.generate(toy.prompts((1, 100, 7, 30, 60)), SamplingParams(max_tokens=30))
-        engine.generate(toy.prompts((9,)), SamplingParams(max_tokens=2, stop_token_ids=(1,)))
-        if engine.drafter is not None:
-            engine.generate(toy.prompts((9,)), speculate=False)
-            engine.generate(toy.prompts((9,)), draft_length=2)
-        assert engine.executor.compile_counts() == before
 
 
 # Bytes per slot and seat that may grow with the max_length: the int32 tokens; where more rows are

@@ -124,12 +124,6 @@ def test_weights_of_another_shape_are_refused(executor):
         executor.update_params(target=other.params)
 
 
-def test_every_program_is_compiled_once(filled):
-    filled.run(2)
-    counts = filled.compile_counts()
-    assert [counts[name] for name in ("init", "admit", "prefill", "run")] == [1] * 4
-
-
 def test_rows_longer_than_a_model_was_trained_for_are_said_once(caplog):
     settings._say_too_long.cache_clear()
     target = toy.model(num_layers=1)  # 512 tokens
