@@ -36,6 +36,7 @@ else:
         os.environ["JAX_COMPILATION_CACHE_DIR"] = os.path.join(caches, "compiled")
         os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 
+import engines
 import jax
 import psutil
 import pytest
@@ -107,8 +108,10 @@ def pytest_collection():
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Chooses how a test and the fixtures made for it are compiled, and what JAX refuses."""
-    choose_options(is_fast=item.get_closest_marker("as_shipped") is None)
+    is_fast = item.get_closest_marker("as_shipped") is None
     is_system = item.get_closest_marker("system") is not None
+    choose_options(is_fast=is_fast)
+    engines.compiled_for = (is_fast, is_system)
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
     jax.config.update("jax_debug_key_reuse", not is_system)
 
@@ -119,15 +122,22 @@ _compiled_otherwise: set[pathlib.Path] = set()  # files with tests that are mark
 
 @pytest.fixture(scope="module", autouse=True)
 def _forget_programs(request):
-    """Frees the engines of a file; once a worker is large, also what was compiled; and this around
-    a file with tests that are compiled in another way, whose programs are no others'."""
+    """Frees the engines of a file; once a worker is large, also what was compiled, with the engines
+    that files share; and this around a file with tests that are compiled in another way, whose
+    programs are no others'."""
     is_compiled_otherwise = request.path in _compiled_otherwise
     if is_compiled_otherwise:
-        jax.clear_caches()
+        forget_programs()
     yield
     gc.collect()
     if is_compiled_otherwise or psutil.Process().memory_info().rss > FORGETS_FROM_BYTES:
-        jax.clear_caches()
+        forget_programs()
+
+
+def forget_programs():
+    engines.forget()
+    gc.collect()
+    jax.clear_caches()
 
 
 # Tiers by path, the first that fits; everything else under tests/ is of the tier engine.

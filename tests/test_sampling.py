@@ -564,11 +564,6 @@ def test_drawing_needs_a_part_of_the_memory_that_all_scores_take():
     assert arrays_of_logits(choose) < 3 < arrays_of_logits(scores_of)
 
 
-def test_few_tokens_are_drawn_at_once():
-    assert [sampling.num_drawn_together(rows, 5) for rows in (1, 2, 4, 8, 64)] == [5, 4, 2, 1, 1]
-    assert sampling.num_drawn_together(64, 17) == 3
-
-
 def test_counting_the_buffer_instead_of_the_path_would_be_seen():
     rows = batch(ASKING, tokens=[[1, 2, 3]])
     tokens = jnp.asarray([[3, 3, 0, 1]], jnp.int32)

@@ -46,7 +46,11 @@ def tokenizer(*, is_reversed: bool = False, chat: str | None = CHAT_TEMPLATE) ->
 
 
 def model(
-    *, seed: int = 0, text: TextTokenizer | None = None, eos_token_ids: tuple[int, ...] = (EOS,)
+    *,
+    seed: int = 0,
+    text: TextTokenizer | None = None,
+    eos_token_ids: tuple[int, ...] = (EOS,),
+    dtype=jnp.float32,
 ) -> LanguageModel:
     """A model of one layer over the bytes, made without compiling anything."""
     config = toy.config(vocab_size=VOCAB, num_layers=1)
@@ -54,7 +58,7 @@ def model(
 
     def make(shape):
         values = np.ones(shape) if len(shape) == 1 else random.normal(0, 0.4, shape)
-        return jnp.asarray(values.astype(np.float32))
+        return jnp.asarray(values.astype(np.float32)).astype(dtype)
 
     shapes = decoder.param_shapes(config)
     params = jax.tree.map(

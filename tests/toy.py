@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,15 +43,20 @@ def model(
 ) -> LanguageModel:
     """A random model with weights so large that its greedy output wanders instead of repeating."""
     shape = config(**changes)
-    params = decoder.init_params(shape, jax.random.key(seed), dtype, stddev=0.4)
     return LanguageModel(
         name=f"toy{seed}",
         config=shape,
-        params=params,
+        params=_params(shape, seed, jnp.dtype(dtype)),
         eos_token_ids=tuple(eos_token_ids),
         kernels=kernels,
         kv_dtype=kv_dtype,
     )
+
+
+@functools.cache
+def _params(shape: ModelConfig, seed: int, dtype):
+    """Weights, drawn once in a process; a test that deletes or donates them copies them first."""
+    return decoder.init_params(shape, jax.random.key(seed), dtype, stddev=0.4)
 
 
 def prompts(lengths, *, seed=0) -> list[list[int]]:

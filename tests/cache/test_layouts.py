@@ -67,12 +67,24 @@ def test_the_table_holds_what_the_package_exports():
     assert {layout for layout, _ in COMBINATIONS} == set(layouts.LAYOUTS) == {"ragged", "aligned"}
 
 
+@pytest.fixture(scope="module")
+def checked(setting):
+    """The engine of a layout and a scheduler, which checks its invariants, and its completions."""
+
+    @functools.cache
+    def generate(layout, name):
+        engine = engine_for(setting, layout, SCHEDULERS[name], check_invariants=True)
+        return engine, engine.generate(setting[1], params())
+
+    return generate
+
+
 @pytest.mark.parametrize(("layout", "name"), COMBINATIONS)
-def test_every_combination_keeps_the_invariants_and_the_targets_output(setting, layout, name):
+def test_every_combination_keeps_the_invariants_and_the_targets_output(
+    setting, checked, layout, name
+):
     _, prompts, witness, _, scorer = setting
-    scheduler = SCHEDULERS[name]
-    engine = engine_for(setting, layout, scheduler, check_invariants=True)
-    found = engine.generate(prompts, params())
+    engine, found = checked(layout, name)
     # Ties among the ragged three too: the witness decodes plainly, in another window.
     ties.divergences(setting[0], found, witness, params(), scorer=scorer)
     assert [c.request_id for c in found] == [str(index) for index in range(len(prompts))]
@@ -92,12 +104,8 @@ def test_every_combination_keeps_the_invariants_and_the_targets_output(setting, 
         assert 0 < counts["num_realignments"] <= counts["num_slots_moved"]
 
 
-def test_the_ragged_schedulers_agree_to_the_bit(setting):
-    _, prompts, _, _, _ = setting
-    outputs = [
-        [c.token_ids for c in engine_for(setting, "ragged", scheduler).generate(prompts, params())]
-        for scheduler in SCHEDULERS.values()
-    ]
+def test_the_ragged_schedulers_agree_to_the_bit(checked):
+    outputs = [[c.token_ids for c in checked("ragged", name)[1]] for name in SCHEDULERS]
     assert outputs[0] == outputs[1] == outputs[2]
 
 

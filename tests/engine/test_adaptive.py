@@ -1,4 +1,4 @@
-"""The draft length that chooses itself: the controller in a world of chances, then in engines."""
+"""The draft length that chooses itself: the controller in made-up worlds, then in engines."""
 
 from __future__ import annotations
 
@@ -19,23 +19,17 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import adaptive, round_times
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundKind, RoundTimes
+from jaxspec.engine.round_times import LearnedTimes, RoundKind, RoundTimes
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Finish
 
-LONGEST = 4
 
-
-def times(plain=1.0, step=0.1, window=0.05, chunk=1.0, long=1.0):
-    """Round times that grow with the draft length; `long` times as long at the long context."""
-    short = of_lengths({n: plain + n * (step + window) for n in range(LONGEST + 1)})
+def times(*by_variant, chunk=0.1):
+    """Round times that are the same at every context, from seconds by draft length."""
+    kinds = of_lengths(*by_variant)
     return RoundTimes(
-        short_context=0,
-        long_context=1000,
-        short_s=short,
-        long_s={kind: long * s for kind, s in short.items()},
-        chunk_s=chunk,
+        short_context=0, long_context=1000, short_s=kinds, long_s=kinds, chunk_s=chunk
     )
 
 
@@ -47,268 +41,337 @@ def of_lengths(seconds, *others):
     return found
 
 
-def with_seconds(base, *seconds):
-    """Times that are the same at every context."""
-    kinds = of_lengths(*seconds)
-    return dataclasses.replace(base, short_s=kinds, long_s=kinds)
+def seconds_of(*values):
+    return dict(enumerate(values))
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class World:
-    """Rows whose drafts are accepted with a given chance, decoded as a controller chooses.
+    """Rows whose drafts are accepted by chance, and how long rounds of each kind take.
 
-    Rounds take what was measured, or as long as `true_s` says, by variant and draft length; then a
-    shared machine makes some calls longer by up to a half, and one in ten three times as long,
-    which the controller hears of unless `is_timed` is false.
+    Attributes:
+      seconds: per round, of each variant by draft length.
+      seem: by what factor the measurement before the first request was wrong, by variant and draft
+        length; where rounds are timed, requests correct it.
+      chances: of each position of a chain to be accepted if those before it are; of each node of a
+        tree to be on the accepted path. Of each phase, with its number of rounds; only the last
+        phase counts, unless `counts_all`.
+      unlucky: a draft length, with the accepted tokens by position of 40 rounds at the start.
+      spread: of the log odds of a chain's chances from request to request.
+      is_noisy: a shared machine makes calls longer by up to a half, and one in ten three times.
+      chunk_s: of a chunk of a prompt that the drafter has to read after rounds without it.
+      least: of the tokens per second of the best fixed kind, on average over the seeds.
     """
 
-    def __init__(self, controller, *, num_rows=8, seed=0, true_s=None, is_timed=True):
-        self.controller, self.num_rows, self.true_s = controller, num_rows, true_s
-        self.is_timed = is_timed and true_s is not None
-        self.random = np.random.default_rng(seed)
-        self.lag, self.chosen = 0, []
+    seconds: tuple[dict[int, float], ...]
+    phases: tuple[tuple[int, tuple[float, ...]], ...]
+    seem: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    is_chain: bool = True
+    counts_all: bool = False
+    unlucky: tuple[int, tuple[int, ...]] | None = None
+    spread: float = 0.0
+    is_noisy: bool = False
+    is_timed: bool = True
+    chunk_s: float = 0.1
+    num_rows: int = 8
+    most_rounds: int = 32
+    num_seeds: int = 4
+    least: float = 0.97
 
-    def decode(self, chance, num_rounds):
-        """Tokens emitted and seconds taken by so many rounds."""
-        controller, emitted, seconds, done = self.controller, 0, 0.0, 0
+    @property
+    def measured(self) -> RoundTimes:
+        seemed = [
+            {n: s * self.seem.get((variant, n), 1.0) for n, s in seconds.items()}
+            for variant, seconds in enumerate(self.seconds)
+        ]
+        return times(*seemed, chunk=self.chunk_s)
+
+    @property
+    def counted(self):
+        return self.phases if self.counts_all else self.phases[-1:]
+
+    def requests(self, chances):
+        """The chances of a thousand requests to accept each position."""
+        chances = np.asarray(chances)
+        if not self.spread:
+            return chances[None]
+        noise = np.exp(self.spread * np.random.default_rng(0).normal(size=(1000, 1)))
+        odds = chances / (1 - chances) * noise
+        return odds / (1 + odds)
+
+    def emitted(self, chances):
+        """Tokens per round of a row by draft length, on average."""
+        found = self.requests(chances)
+        on_path = np.cumprod(found, axis=1) if self.is_chain else found
+        return 1 + np.concatenate([[0], np.cumsum(on_path.mean(axis=0))])
+
+    @property
+    def best(self) -> float:
+        """Tokens per second and row of the best fixed kind."""
+        weights = [num_rounds for num_rounds, _ in self.counted]
+        emitted = np.average([self.emitted(each) for _, each in self.counted], 0, weights)
+        return max(emitted[n] / s for seconds in self.seconds for n, s in seconds.items())
+
+
+def run(world, controller, random, phases, spend=None):
+    """Tokens per second and row of so many rounds, and the draft lengths chosen. `spend` is a clock
+    that rounds are timed with instead."""
+    num_tokens = total_s = lag = 0
+    chosen = []
+    for num_rounds, chances in phases:
+        requests, emitted, done = world.requests(chances), world.emitted(chances), 0
         while done < num_rounds:
-            chunks = self.num_rows * -(-self.lag // 128)
+            chunks = world.num_rows * -(-lag // 128)
             choice = controller.choose(
                 context=100, num_rounds=32, count_unprefilled=functools.partial(int, chunks)
             )
-            n, rounds = choice.draft_length, choice.num_rounds
-            self.chosen.append(n)
-            right = self.random.random((rounds, self.num_rows, n)) < chance
-            accepted = np.cumprod(right, axis=2)
-            emitted += rounds * self.num_rows + int(accepted.sum())
-            round_s = controller.times.times.of(choice.kind, 100)
-            if self.true_s is not None:
-                round_s = self.true_s[choice.variant][n]
-            seconds += rounds * round_s
-            seconds += chunks * controller.times.chunk_s if n else 0
-            self.lag = 0 if n else min(self.lag + rounds, 512)  # rows end, others come
+            n, rounds = choice.draft_length, min(choice.num_rounds, world.most_rounds)
+            chosen.append(n)
+            of_rows = requests[random.integers(len(requests), size=world.num_rows), :n]
+            is_right = random.random((rounds, world.num_rows, n)) < of_rows
+            if world.is_chain:
+                is_right = np.cumprod(is_right, axis=2)
+            seconds = rounds * world.seconds[choice.variant][n]
+            slowness = 1.0
+            if world.is_noisy:
+                slowness = 3.0 if random.random() < 0.1 else random.uniform(1.0, 1.5)
+            timed_s = seconds * slowness if spend is None else spend(choice.kind, rounds)
             controller.note(
                 draft_length=n,
                 variant=choice.variant,
                 context=100,
                 num_rounds=rounds,
-                num_row_rounds=rounds * self.num_rows,
-                num_accepted_at=accepted.sum(axis=(0, 1)).tolist(),
-                seconds=rounds * round_s * self._slowness() if self.is_timed else None,
+                num_row_rounds=rounds * world.num_rows,
+                num_accepted_at=is_right.sum(axis=(0, 1)).tolist(),
+                seconds=timed_s if world.is_timed else None,
             )
+            num_tokens += rounds * emitted[n]  # on average: the luck of these draws is no merit
+            total_s += seconds + (chunks * world.chunk_s if n else 0)
+            lag = 0 if n else min(lag + rounds, 512)  # rows end, others come
             done += rounds
-        return emitted, seconds
-
-    def _slowness(self):
-        return 3.0 if self.random.random() < 0.1 else self.random.uniform(1.0, 1.5)
+    return num_tokens / total_s, chosen
 
 
-def speed(world, chance, num_rounds=4000):
-    """Tokens per second beside plain decoding's."""
-    emitted, seconds = world.decode(chance, num_rounds)
-    return emitted / seconds / (world.num_rows / world.controller.times.times.of(PLAIN, 100))
-
-
-def test_nodes_of_a_tree_count_for_themselves():
-    """Always right to depth three, with six nodes: the wrong ones are worth nothing."""
-    seconds = {nodes: 1.0 + 0.1 * nodes for nodes in range(7)}
-    of_tree = with_seconds(times(), seconds)
-    controller = DraftLengthController(of_tree, is_chain=False)
-    for _ in range(20):
-        controller.note(
-            draft_length=6,
-            context=100,
-            num_rounds=50,
-            num_row_rounds=200,
-            num_accepted_at=(0, 200, 0, 200, 200, 0),
-        )
-    np.testing.assert_allclose(controller.acceptance(), (0, 1, 0, 1, 1, 0), atol=0.02)
-
-
-@pytest.mark.parametrize(("second", "best"), [(0.01, 8), (0.06, 4), (0.3, 0)])
-def test_a_tree_is_as_large_as_pays(second, best):
-    """A round costs 0.2 plain ones for drafting at all, and `second` for each node."""
-    lengths = adaptive.draft_lengths_to_try(8, drafts_one_by_one=False)
-    assert lengths == (0, 2, 4, 8)
-    worth = [0.4, 0.3, 0.15, 0.1, 0.06, 0.06, 0.05, 0.05]
-    seconds = {n: 1.0 + second * n + 0.2 * (n > 0) for n in lengths}
-    measured = with_seconds(times(), seconds)
-    controller, random = DraftLengthController(measured, is_chain=False), np.random.default_rng(0)
-    for _ in range(300):
-        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
-        controller.note(
-            draft_length=choice.draft_length,
-            context=100,
-            num_rounds=choice.num_rounds,
-            num_row_rounds=4 * choice.num_rounds,
-            num_accepted_at=[
-                int(random.binomial(4 * choice.num_rounds, chance))
-                for chance in worth[: choice.draft_length]
-            ],
-        )
-    rates = {n: (1 + sum(worth[:n])) / seconds[n] for n in lengths}
-    assert max(rates, key=rates.__getitem__) == best  # the case is what it says it is
-    assert controller.draft_length == best
-
-
-def test_after_bad_luck_a_tree_is_tried_with_as_many_nodes_as_a_trial_can_afford():
-    """Two nodes or four win an eighth, sixteen lose a third. At first two were unlucky, a long
-    prompt to be read ended all drafting, and more nodes have never been drafted."""
-    worth = [0.68 / (1 + 0.55 * node) for node in range(16)]
-    seconds = {0: 1.0, 2: 1.9, 4: 2.4, 8: 4.8, 16: 6.2}
-    rates = {n: (1 + sum(worth[:n])) / seconds[n] for n in seconds}
-    assert rates[16] < 0.8 < 1.1 < rates[2] < rates[4]  # the case is what it says it is
-    measured = with_seconds(times(chunk=0.5), seconds)
-    controller = DraftLengthController(measured, is_chain=False, num_rows=2)
-    random, nodes = np.random.default_rng(0), []
-
-    def note(n, num_rounds, num_accepted_at):
-        controller.note(
+def controller_of(world):
+    made = DraftLengthController(world.measured, is_chain=world.is_chain, num_rows=world.num_rows)
+    if world.unlucky is not None:
+        n, accepted = world.unlucky
+        made.note(
             draft_length=n,
             context=100,
-            num_rounds=num_rounds,
-            num_row_rounds=2 * num_rounds,
-            num_accepted_at=num_accepted_at,
-            seconds=num_rounds * seconds[n] * random.uniform(1.0, 1.2),
+            num_rounds=40,
+            num_row_rounds=40 * world.num_rows,
+            num_accepted_at=accepted,
+            seconds=40 * world.seconds[0][n],
         )
-
-    note(2, 32, (30, 20))
-    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 8}
-    assert controller.choose(**settings, chunks_per_token=10.0).draft_length == 0
-    for _ in range(200):
-        choice = controller.choose(**settings)
-        n, num_row_rounds = choice.draft_length, 2 * choice.num_rounds
-        nodes.append(n)
-        note(n, choice.num_rounds, [int(random.binomial(num_row_rounds, p)) for p in worth[:n]])
-    # Sixteen seem best, and are not affordable for long; two and four gain nearly the same.
-    assert next(filter(None, nodes[:40])) in (2, 4)
-    assert np.mean(np.array(nodes[100:]) > 0) > 0.8
+    return made
 
 
-@pytest.mark.parametrize(
-    ("chance", "best"), [(0.95, LONGEST), (0.0, 0), (0.05, 0)], ids=["right", "wrong", "poor"]
-)
-def test_it_finds_the_best_draft_length(chance, best):
-    world = World(DraftLengthController(times()))
-    speed(world, chance)
-    assert np.mean(np.array(world.chosen[20:]) == best) > 0.9
-    by_rate = [
-        sum(chance**j for j in range(n + 1)) / times().of(RoundKind(n), 100)
-        for n in range(LONGEST + 1)
-    ]
-    assert int(np.argmax(by_rate)) == best  # the case is what it says it is
-
-
-@pytest.mark.parametrize("chance", [0.0, 0.05, 0.1])
-@pytest.mark.parametrize("chunk", [0.0, 1.0, 50.0])
-def test_once_drafts_were_declined_it_stays_within_three_percent_of_plain_decoding(chance, chunk):
-    world = World(DraftLengthController(times(chunk=chunk)))
-    while world.controller.draft_length != 0:
-        world.decode(chance, 1)
-    assert speed(world, chance) > 0.97
-
-
-def test_the_check_above_sees_trials_that_cost_too_much(monkeypatch):
-    monkeypatch.setattr(adaptive, "LEAST_TRIAL_SHARE", 1.0)
-    world = World(DraftLengthController(times(chunk=1.0)))
-    while world.controller.draft_length != 0:
-        world.decode(0.0, 1)
-    assert speed(world, 0.0) < 0.97
-
-
-def test_drafts_that_become_good_are_found_again():
-    world = World(DraftLengthController(times(chunk=0.2)))
-    world.decode(0.0, 2000)
-    assert world.controller.draft_length == 0
-    world.decode(0.9, 3000)
-    assert world.controller.draft_length == LONGEST
-    assert speed(world, 0.9) > 1.5
-
-
-# Round times by draft length, plain decoding's being 1, with costs per drafted token as measured on
-# two cores: the larger the batch, the dearer (see docs/results/decode-cpu.json).
-ROUND_TIMES = {
-    batch_size: (1.0, *(1.15 + per_token * n for n in range(1, LONGEST + 1)))
-    for batch_size, per_token in ((1, 0.11), (4, 0.18), (8, 0.27))
-}
-
-
-def regret(*, batch_size, chance, seed, num_rounds=400, per_request=14):
-    """Share of the tokens per second that the best fixed length has over the controller, of a few
-    hundred rounds from the start. Acceptance varies from request to request, about `chance`."""
-    seconds = ROUND_TIMES[batch_size]
-    measured = dict(enumerate(seconds))
-    fixed = with_seconds(times(chunk=0.2), measured)
-    controller, random = DraftLengthController(fixed), np.random.default_rng(seed)
-
-    odds = chance / (1 - chance) * np.exp(np.random.default_rng(0).normal(size=4000))
-    every = odds / (1 + odds)
-    emitted = [np.mean(sum(every**j for j in range(n + 1))) for n in range(LONGEST + 1)]
-    best = max(e / s for e, s in zip(emitted, seconds, strict=True))
-    num_tokens = num_s = done = 0
-    while done < num_rounds:
-        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
-        n, rounds = choice.draft_length, min(choice.num_rounds, per_request)
-        of_rows = random.choice(every, size=(batch_size, 1))
-        accepted = np.cumprod(random.random((rounds, batch_size, n)) < of_rows, axis=2)
-        # What such rounds emit in the mean: the luck of these draws is no merit.
-        num_tokens += rounds * emitted[n]
-        num_s += rounds * seconds[n]
-        controller.note(
-            draft_length=n,
-            context=100,
-            num_rounds=rounds,
-            num_row_rounds=rounds * batch_size,
-            num_accepted_at=accepted.sum(axis=(0, 1)).tolist(),
-        )
-        done += rounds
-    return 1 - num_tokens / num_s / best
-
-
-@pytest.mark.parametrize("batch_size", ROUND_TIMES)
-@pytest.mark.parametrize("chance", [0.3, 0.5, 0.8])
-def test_it_is_within_three_percent_of_the_best_fixed_length(batch_size, chance):
-    found = [regret(batch_size=batch_size, chance=chance, seed=seed) for seed in range(10)]
-    assert np.mean(found) < 0.03
-
-
-def test_the_check_above_sees_decisions_without_evidence(monkeypatch):
-    monkeypatch.setattr(adaptive, "CLEAR_GAIN", 0.05)
-    monkeypatch.setattr(adaptive, "DOUBT", 0.0)
-    found = [regret(batch_size=1, chance=0.5, seed=seed) for seed in range(10)]
-    assert np.mean(found) > 0.03
-
-
-def share_of_the_best(*, wrong, factor, is_timed=True, num_rounds_before=2000):
-    """Tokens per second beside those of the best fixed length, where one round time was measured
-    `factor` times too long. The acceptance is 0.6; two drafts are the best, one or three lose 8 to
-    10 %, plain decoding a third."""
-    true_s = dict(enumerate((1.0, 1.15, 1.3, 1.6, 2.0)))
-    measured = {n: s * (factor if n == wrong else 1) for n, s in true_s.items()}
-    wrong_times = with_seconds(times(chunk=0.1), measured)
-    best = max(sum(0.6**j for j in range(n + 1)) / s for n, s in true_s.items())
+def share_of_the_best(world):
+    """Tokens per second beside those of the best fixed kind of round."""
     found = []
-    for seed in range(12):
-        controller = DraftLengthController(wrong_times, num_rows=8)
-        world = World(controller, true_s=(true_s,), seed=seed, is_timed=is_timed)
-        world.decode(0.6, num_rounds_before)
-        emitted, seconds = world.decode(0.6, 4000)
-        found.append(emitted / seconds / (world.num_rows * best))
+    for seed in range(world.num_seeds):
+        controller, random = controller_of(world), np.random.default_rng(seed)
+        if before := world.phases[: -len(world.counted)]:
+            run(world, controller, random, before)
+        found.append(run(world, controller, random, world.counted)[0] / world.best)
     return np.mean(found)
 
 
-@pytest.mark.parametrize(("wrong", "factor"), [(2, 1.0), (0, 0.5), (0, 3.0), (4, 0.6), (1, 0.7)])
-def test_round_times_are_corrected_by_the_rounds_that_are_run(wrong, factor):
-    assert share_of_the_best(wrong=wrong, factor=factor) > 0.97
+def chain(chance, num_rounds=4000, longest=4):
+    return num_rounds, (chance,) * longest
 
 
-def test_a_draft_length_that_seemed_dear_is_found_in_the_end():
-    """It is tried seldom, as such a trial seems to cost much."""
-    assert share_of_the_best(wrong=2, factor=2.0, num_rounds_before=20000) > 0.97
+EVEN = seconds_of(1.0, 1.15, 1.3, 1.45, 1.6)
+# Two drafts are the best at an acceptance of 0.6, one or three lose 8 to 10 %, no drafts a third.
+CURVED = seconds_of(1.0, 1.15, 1.3, 1.6, 2.0)
+# Of two cores, with costs per drafted token by batch size; see docs/results/decode-cpu.json.
+PER_TOKEN = {1: 0.11, 4: 0.18, 8: 0.27}
+# Rounds of two cores at batch 1 in FlexDraft's parallel mode and in its sequential one.
+MODES = ({0: 1.0, 2: 3.1, 4: 3.4, 7: 3.8}, {0: 1.0, 2: 2.0, 4: 2.1, 7: 2.1})
+TREE_WORTH = (0.4, 0.3, 0.15, 0.1, 0.06, 0.06, 0.05, 0.05)
+RECOVERY = {0: 1.0, 1: 1.5, 2: 1.75, 3: 2.7, 4: 2.9}
 
 
-@pytest.mark.parametrize(("wrong", "factor"), [(0, 0.5), (4, 0.6), (2, 2.0)])
-def test_the_check_above_sees_times_that_stay_wrong(wrong, factor):
-    assert share_of_the_best(wrong=wrong, factor=factor, is_timed=False) < 0.97
+def mistimed(seem, *, seconds=CURVED, chance=0.6, before=2000):
+    """Some round times were measured wrongly; and rounds are timed on a noisy machine."""
+    return World(
+        seconds=(seconds,),
+        seem={(0, n): factor for n, factor in seem.items()},
+        phases=(chain(chance, before), chain(chance)),
+        is_noisy=True,
+        num_seeds=12,
+    )
+
+
+def of_modes(true, seem):
+    """Two variants whose rounds take so many times `CURVED`, and seemed to take `seem` times that
+    when there is a draft."""
+    return World(
+        seconds=tuple({n: s * (f if n else 1) for n, s in CURVED.items()} for f in true),
+        seem={(v, n): f for v, f in enumerate(seem) for n in range(1, 5)},
+        phases=(chain(0.6, 40000), chain(0.6)),
+        is_noisy=True,
+        least=0.96,
+    )
+
+
+def of_tree(seconds, chances, **settings):
+    settings = {"num_rows": 4, "phases": ((2000, chances), (4000, chances))} | settings
+    return World(seconds=(seconds,), is_chain=False, **settings)
+
+
+def tree_seconds(per_node):
+    return {n: 1.0 + per_node * n + 0.2 * (n > 0) for n in (0, 2, 4, 8)}
+
+
+WORLDS = {
+    "right drafts": World(seconds=(EVEN,), phases=(chain(0.95, 500), chain(0.95))),
+    **{
+        f"wrong drafts, {chance} right, reading costs {chunk_s}": World(
+            seconds=(EVEN,), phases=(chain(chance, 1000), chain(chance)), chunk_s=chunk_s
+        )
+        for chance, chunk_s in ((0.0, 0.0), (0.05, 1.0), (0.1, 1.0), (0.0, 50.0))
+    },
+    "drafts become right": World(
+        seconds=(EVEN,), phases=(chain(0.0, 2000), chain(0.9, 3000), chain(0.9)), chunk_s=0.2
+    ),
+    **{
+        f"from the start at batch {batch_size}, {chance} right": World(
+            seconds=(seconds_of(1.0, *(1.15 + per_token * n for n in range(1, 5))),),
+            phases=(chain(chance, 400),),
+            num_rows=batch_size,
+            spread=1.0,
+            most_rounds=14,  # requests end
+            chunk_s=0.0,
+            is_timed=False,
+            num_seeds=10,
+        )
+        for batch_size, per_token in PER_TOKEN.items()
+        for chance in (0.3, 0.5, 0.8)
+    },
+    "times are right": mistimed({}),
+    "plain steps seemed fast": mistimed({0: 0.5}),
+    "plain steps seemed slow": mistimed({0: 3.0}),
+    "plain steps seemed slow where drafts lose": mistimed(
+        {0: 2.0}, seconds=seconds_of(1.0, 1.4, 1.8, 2.2, 2.6), chance=0.2, before=12000
+    ),
+    "long drafts seemed fast": mistimed({4: 0.6}),
+    "short drafts seemed fast": mistimed({1: 0.7}),
+    "the best drafts seemed slow": mistimed({2: 2.0}, before=20000),
+    "the faster mode seemed slow": of_modes((1.0, 0.8), (1.0, 2.0)),
+    "the slower mode seemed fast": of_modes((1.0, 1.3), (1.0, 0.5)),
+    "a slower mode": of_modes((1.0, 1.3), (1.0, 1.0)),
+    "no mode seemed to pay": of_modes((2.5, 1.0), (1.0, 3.0)),
+    # Requests of four kinds, none drafted so well that drafts pay for more than a few of them.
+    "drafts that do not pay": World(
+        seconds=MODES,
+        phases=tuple(chain(chance, 360, 7) for chance in (0.52, 0.25, 0.43, 0.38)),
+        counts_all=True,
+        spread=0.5,
+        is_noisy=True,
+        num_rows=1,
+        chunk_s=0.0,
+        num_seeds=8,
+    ),
+    "an unlucky start": World(
+        seconds=(RECOVERY,),
+        phases=(chain(0.77, 2000),),
+        unlucky=(2, (64, 16)),
+        is_noisy=True,
+        num_rows=4,
+        chunk_s=0.5,
+        num_seeds=8,
+        least=0.93,
+    ),
+    "a small tree's nodes cost little": of_tree(tree_seconds(0.01), TREE_WORTH),
+    "a tree's nodes cost something": of_tree(tree_seconds(0.06), TREE_WORTH),
+    "a tree's nodes cost much": of_tree(tree_seconds(0.3), TREE_WORTH),
+    "a tree's wrong nodes stand before right ones": of_tree(
+        {n: 1.0 + 0.1 * n for n in range(7)}, (0.0, 0.99, 0.0, 0.99, 0.99, 0.0)
+    ),
+    # Two nodes or four win an eighth, sixteen lose a third; many were never drafted.
+    "a tree's unlucky start": of_tree(
+        {0: 1.0, 2: 1.9, 4: 2.4, 8: 4.8, 16: 6.2},
+        tuple(0.68 / (1 + 0.55 * node) for node in range(16)),
+        unlucky=(2, (30, 10)),
+        chunk_s=0.5,
+        num_rows=2,
+        least=0.95,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_it_is_about_as_fast_as_the_best_fixed_kind(name):
+    assert share_of_the_best(WORLDS[name]) > WORLDS[name].least
+
+
+def with_errors_of_every_position(self, doubt=0.0, *, is_cautious=False):
+    """Each chance of a chain is as high as may be, all at once."""
+    found, chance, all_before = [], adaptive.PRIOR_ACCEPTANCE, 1.0
+    for reached, accepted in zip(self._reached, self._accepted, strict=True):
+        weight = reached + adaptive.PRIOR_ROUNDS
+        chance = (accepted + adaptive.PRIOR_ROUNDS * chance) / weight
+        all_before *= min(chance + doubt * np.sqrt(chance * (1 - chance) / weight), 1.0)
+        found.append(all_before)
+    return tuple(found)
+
+
+def only_the_first_mode(self, rates, *arguments, real=DraftLengthController._affordable_trial):
+    return real(self, {kind: rate for kind, rate in rates.items() if not kind.variant}, *arguments)
+
+
+def with_one_time_for_both_modes(self, times, real=LearnedTimes.__init__):
+    real(self, times)
+    self._index = {kind: self._index[RoundKind(kind.draft_length)] for kind in self._index}
+
+
+SABOTAGE = [
+    ("wrong drafts, 0.05 right, reading costs 1.0", adaptive, {"LEAST_TRIAL_SHARE": 1.0}),
+    ("from the start at batch 1, 0.5 right", adaptive, {"CLEAR_GAIN": 0.05, "DOUBT": 0.0}),
+    ("an unlucky start", adaptive, {"FIRST_TRIAL_SHARE": 0.005}),
+    (
+        "drafts that do not pay",
+        DraftLengthController,
+        {"acceptance": with_errors_of_every_position},
+    ),
+    (
+        "no mode seemed to pay",
+        DraftLengthController,
+        {"_affordable_trial": only_the_first_mode},
+    ),
+    ("the slower mode seemed fast", LearnedTimes, {"__init__": with_one_time_for_both_modes}),
+]
+
+
+@pytest.mark.parametrize(("name", "owner", "changes"), SABOTAGE, ids=[s[0] for s in SABOTAGE])
+def test_the_check_above_sees_a_controller_that_loses(name, owner, changes, monkeypatch):
+    for attribute, value in changes.items():
+        monkeypatch.setattr(owner, attribute, value)
+    assert share_of_the_best(WORLDS[name]) < WORLDS[name].least
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "plain steps seemed fast",
+        "plain steps seemed slow where drafts lose",
+        "long drafts seemed fast",
+        "the best drafts seemed slow",
+    ],
+)
+def test_the_check_above_sees_times_that_stay_wrong(name):
+    assert share_of_the_best(dataclasses.replace(WORLDS[name], is_timed=False)) < 0.97
+
+
+def test_it_keeps_its_mind_between_equals():
+    """Where two draft lengths are equally fast, noise makes it change seldom."""
+    equal = {0: 1.0, 1: 1.5 * 0.7, 2: 1.75 * 0.7, 3: 9.0, 4: 9.0}  # at an acceptance of a half
+    world = World(seconds=(equal,), phases=(chain(0.5, 6000),), is_timed=False)
+    _, chosen = run(world, controller_of(world), np.random.default_rng(0), world.phases)
+    assert set(chosen[5:]) <= {1, 2}
+    assert np.mean(np.diff(chosen) != 0) < 0.05
 
 
 class SharedMachine:
@@ -343,141 +406,37 @@ class SharedMachine:
         return 8
 
 
-# Milliseconds per round by draft length at batch 4 on two such cores, and the chance of each
-# position to be accepted with all before it. Two drafts gain a fifth, six lose 5 %.
-SHARED_MS = dict(enumerate((1.25, 1.9, 2.4, 2.9, 3.4, 3.9, 4.4)))
+# At batch 4 on two such cores, with the chance of each position if those before it are accepted.
+# Two drafts gain a fifth, six lose 5 %.
 SHARED_CHANCES = np.array([0.74, 0.55, 0.39, 0.28, 0.22, 0.18])
+CONDITIONAL = tuple(SHARED_CHANCES / np.array([1.0, *SHARED_CHANCES[:-1]]))
+ON_SHARED_MACHINE = World(
+    seconds=({n: ms / 1e3 for n, ms in enumerate((1.25, 1.9, 2.4, 2.9, 3.4, 3.9, 4.4))},),
+    phases=((500, CONDITIONAL),),
+    num_rows=4,
+    most_rounds=16,
+    chunk_s=1e-3,
+)
 
 
-def share_on_a_shared_machine(seed, monkeypatch, num_tokens=4000):
+def share_on_a_shared_machine(seed, monkeypatch):
     """Tokens per second beside those of the best fixed length, as if the machine had been steady,
     of a short run of four rows whose rounds are measured before it."""
-    round_s = {n: ms / 1e3 for n, ms in SHARED_MS.items()}
-    machine = SharedMachine(round_s, seed=seed)
+    world = ON_SHARED_MACHINE
+    machine = SharedMachine(world.seconds[0], seed=seed)
     with monkeypatch.context() as patch:
         patch.setattr(round_times.time, "perf_counter", lambda: machine.now_s)
         patch.setattr(round_times, "MEASURING_S", 3.0)  # as users have it
-        windows = {RoundKind(n): n + 1 for n in round_s}
+        windows = {RoundKind(n): n + 1 for n in world.seconds[0]}
         measured = round_times.measure_round_times(machine, windows=windows, room=100)
     controller = DraftLengthController(measured, num_rows=4)
-    emitted = {n: 1 + float(SHARED_CHANCES[:n].sum()) for n in round_s}
-    best = max(emitted[n] / s for n, s in round_s.items())
-    conditional = SHARED_CHANCES / np.array([1.0, *SHARED_CHANCES[:-1]])
-    done = steady_s = 0.0
-    while done < num_tokens:
-        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 4)
-        n, rounds = choice.draft_length, min(choice.num_rounds, 16)
-        right = machine.random.random((rounds, 4, n)) < conditional[:n]
-        controller.note(
-            draft_length=n,
-            context=100,
-            num_rounds=rounds,
-            num_row_rounds=4 * rounds,
-            num_accepted_at=np.cumprod(right, axis=2).sum(axis=(0, 1)).tolist(),
-            seconds=machine.run(choice.kind, rounds),
-        )
-        done += 4 * rounds * emitted[n]
-        steady_s += rounds * round_s[n]
-    return done / steady_s / (4 * best)
+    return run(world, controller, machine.random, world.phases, machine.run)[0] / world.best
 
 
 def test_a_machine_that_changes_its_speed_does_not_mislead_it(monkeypatch):
     found = [share_on_a_shared_machine(seed, monkeypatch) for seed in range(24)]
     assert np.mean(found) > 0.98
     assert np.min(found) > 0.93
-
-
-# Milliseconds per round of the embedded pair at batch 1, by draft length; windows are of 1, 3, 5
-# and 7 tokens. Three to six drafts are within 3 % of each other.
-PAIR_MS = dict(enumerate((0.65, 1.01, 1.12, 1.26, 1.37, 1.51, 1.61)))
-PAIR_WINDOWS = {RoundKind(n): 1 + 2 * ((n + 1) // 2) for n in PAIR_MS}
-
-
-def loss_of_choices(error, *, is_shrunk, round_ms=PAIR_MS, num_draws=400):
-    """By how much the draft length that seems the fastest is slower than the fastest, on average
-    over measurements with a standard error."""
-    random = np.random.default_rng(0)
-    emitted = {RoundKind(n): 1 + float(SHARED_CHANCES[:n].sum()) for n in round_ms}
-    true = {RoundKind(n): emitted[RoundKind(n)] / ms for n, ms in round_ms.items()}
-    losses = []
-    for _ in range(num_draws):
-        seen = {
-            RoundKind(n): ms * float(np.exp(error * random.normal())) for n, ms in round_ms.items()
-        }
-        if is_shrunk:
-            seen, _ = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
-        chosen = max(seen, key=lambda kind: emitted[kind] / seen[kind])
-        losses.append(1 - true[chosen] / max(true.values()))
-    return float(np.mean(losses))
-
-
-def test_neighbours_help_to_choose_between_kinds_that_are_almost_equally_fast():
-    for error in (0.02, 0.04):
-        alone = loss_of_choices(error, is_shrunk=False)
-        assert loss_of_choices(error, is_shrunk=True) < 0.75 * alone
-
-
-def test_times_far_from_a_plane_stay_as_they_were_measured():
-    """A kernel that takes twice as long from four tokens on."""
-    step = {n: ms * (2 if n > 2 else 1) for n, ms in PAIR_MS.items()}
-    seen = of_lengths(step)
-    shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, 0.02)
-    assert shrunk == pytest.approx(seen, rel=0.02)
-    np.testing.assert_allclose(covariance, np.eye(7), atol=0.1)
-    alone = loss_of_choices(0.02, round_ms=step, is_shrunk=False)
-    assert loss_of_choices(0.02, round_ms=step, is_shrunk=True) < alone + 0.001
-
-
-def test_few_kinds_and_plain_decoding_are_not_shrunk():
-    kinds = of_lengths({0: 1.0, 2: 2.0, 4: 2.1, 7: 2.9}, {2: 3.0, 4: 1.0, 7: 2.0})
-    windows = {kind: kind.draft_length + 2 * (kind.draft_length == 4) for kind in kinds}
-    shrunk, covariance = round_times.shrink_to_planes(kinds, windows, 0.05)
-    assert shrunk == pytest.approx(kinds)
-    np.testing.assert_allclose(covariance, np.eye(len(kinds)), atol=1e-9)
-    plane = of_lengths({n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS})
-    plane[PLAIN] = 7.0
-    shrunk, covariance = round_times.shrink_to_planes(plane, PAIR_WINDOWS, 0.05)
-    assert shrunk == pytest.approx(plane)
-    assert covariance[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
-
-
-def test_the_covariance_of_shrunk_times_is_that_of_their_errors():
-    """True times vary about a plane as the prior says; measurements vary about true times."""
-    error, random = 0.05, np.random.default_rng(0)
-    plane = {n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS}
-    errors, expected = [], []
-    for _ in range(2000):
-        true = {n: s * (1 + round_times.LEAST_RESIDUAL * random.normal()) for n, s in plane.items()}
-        seen = of_lengths({n: s * (1 + error * random.normal()) for n, s in true.items()})
-        shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
-        errors.append([shrunk[RoundKind(n)] / true[n] - 1 for n in true])
-        expected.append(error**2 * covariance)
-    found = np.cov(np.array(errors).T)
-    # The variance of the residuals is itself an estimate, from three degrees of freedom.
-    np.testing.assert_allclose(found, np.mean(expected, axis=0), atol=0.25 * error**2)
-    assert np.trace(found[1:, 1:]) < 0.75 * 6 * error**2
-
-
-def test_what_is_learnt_of_some_kinds_is_learnt_of_those_like_them():
-    measured = of_lengths({n: ms / 1e3 for n, ms in PAIR_MS.items()})
-    _, covariance = round_times.shrink_to_planes(measured, PAIR_WINDOWS, 0.05)
-    base = dataclasses.replace(times(), short_s=measured, long_s=measured, error=0.05)
-    related = LearnedTimes(dataclasses.replace(base, covariance=covariance))
-    independent = LearnedTimes(base)
-    for learnt in (related, independent):
-        for n in (2, 3, 6) * 10:  # cost a tenth more than was measured; plain steps do not
-            for kind, factor in ((RoundKind(n), 1.1), (PLAIN, 1.0)):
-                learnt.note(kind, 100, 32, factor * 32 * measured[kind])
-                learnt.pass_rounds(32)
-
-    def factor(learnt, n):
-        beside_plain = learnt.round_s(RoundKind(n), 100) / learnt.round_s(PLAIN, 100)
-        return beside_plain / (measured[RoundKind(n)] / measured[PLAIN])
-
-    for n in (4, 5):
-        assert factor(related, n) == pytest.approx(1.1, abs=0.03)
-        assert factor(independent, n) < 1.03
-        assert related.error(RoundKind(n), PLAIN) < independent.error(RoundKind(n), PLAIN)
 
 
 class Least(LearnedTimes):
@@ -506,265 +465,67 @@ def test_the_check_above_sees_the_fastest_moments_of_each_kind(monkeypatch):
     assert np.min(found) < 0.9
 
 
-def test_what_is_learnt_tells_the_machine_from_the_kind():
-    """A machine that takes twice as long makes no kind look worse; a kind that does is found."""
-    settings = {"context": 100, "num_rounds": 32}
-    one, two = RoundKind(1), RoundKind(2)
-    slower = LearnedTimes(times())
-    for index in range(40):
-        kind = (one, two)[index % 4 == 3]
-        slower.note(kind, seconds=2 * 32 * slower.times.of(kind, 100), **settings)
-        slower.pass_rounds(32)
-    ratio = slower.times.of(one, 100) / slower.times.of(two, 100)
-    assert slower.round_s(one, 100) / slower.round_s(two, 100) == pytest.approx(ratio, rel=0.02)
-    assert slower.round_s(PLAIN, 100) > 1.15 * slower.times.of(PLAIN, 100)  # it was not run
-    dearer = LearnedTimes(times())
-    for index in range(40):
-        kind = (one, two)[index % 4 == 3]
-        factor = 1.5 if kind == two else 1.0
-        dearer.note(kind, seconds=factor * 32 * dearer.times.of(kind, 100), **settings)
-        dearer.pass_rounds(32)
-    assert dearer.round_s(two, 100) / dearer.round_s(one, 100) == pytest.approx(
-        1.5 / ratio, rel=0.03
-    )
-    assert dearer.error(one, two) < 0.04 < dearer.error(one, RoundKind(3))
+# Milliseconds per round of the embedded pair at batch 1, by draft length; windows are of 1, 3, 5
+# and 7 tokens. Three to six drafts are within 3 % of each other.
+PAIR_MS = seconds_of(0.65, 1.01, 1.12, 1.26, 1.37, 1.51, 1.61)
+PAIR_WINDOWS = {RoundKind(n): 1 + 2 * ((n + 1) // 2) for n in PAIR_MS}
 
 
-def test_a_plain_step_that_was_timed_in_a_bad_moment_is_timed_again():
-    """Drafts are accepted too seldom to pay, and plain decoding seemed to take twice as long."""
-    true_s = {0: 1.0, 1: 1.4, 2: 1.8, 3: 2.2, 4: 2.6}
-    measured = {n: s * (2 if n == 0 else 1) for n, s in true_s.items()}
-    wrong_times = with_seconds(times(chunk=0.1), measured)
-
-    def rests(seed, **settings):
-        controller = DraftLengthController(wrong_times, num_rows=8)
-        World(controller, true_s=(true_s,), seed=seed, **settings).decode(0.2, 12000)
-        return controller.draft_length == 0
-
-    assert sum(rests(seed) for seed in range(6)) >= 4
-    assert not any(rests(seed, is_timed=False) for seed in range(2))
-
-
-# Rounds of two cores at batch 1, plain decoding's being 1, for drafts that are seldom accepted: by
-# draft length, in FlexDraft's parallel mode and in its sequential one (see flexdraft-cpu.json).
-MODES_S = ({0: 1.0, 2: 3.1, 4: 3.4, 7: 3.8}, {0: 1.0, 2: 2.0, 4: 2.1, 7: 2.1})
+def loss_of_choices(error, *, is_shrunk, round_ms=PAIR_MS, num_draws=400):
+    """By how much the draft length that seems the fastest is slower than the fastest, on average
+    over measurements with a standard error."""
+    random = np.random.default_rng(0)
+    emitted = {RoundKind(n): 1 + float(SHARED_CHANCES[:n].sum()) for n in round_ms}
+    true = {RoundKind(n): emitted[RoundKind(n)] / ms for n, ms in round_ms.items()}
+    losses = []
+    for _ in range(num_draws):
+        seen = {
+            RoundKind(n): ms * float(np.exp(error * random.normal())) for n, ms in round_ms.items()
+        }
+        if is_shrunk:
+            seen, _ = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
+        chosen = max(seen, key=lambda kind: emitted[kind] / seen[kind])
+        losses.append(1 - true[chosen] / max(true.values()))
+    return float(np.mean(losses))
 
 
-def of_modes(*seconds, chunk=0.0):
-    """Round times of variants, by draft length each."""
-    return with_seconds(times(chunk=chunk), *seconds)
-
-
-def share_of_plain(seed):
-    """Tokens per second beside plain decoding's, of the first 48 requests. They are of four kinds,
-    of which none is drafted so well that drafts pay for more than a few requests."""
-    controller = DraftLengthController(of_modes(*MODES_S))
-    random, num_tokens, total_s = np.random.default_rng(seed), 48, 0.0
-    chances = np.repeat([0.52, 0.25, 0.43, 0.38], 12)
-    for chance in chances:
-        odds = chance / (1 - chance) * np.exp(random.normal(scale=0.5))
-        left = num_tokens
-        while left > 0:
-            choice = controller.choose(context=100, num_rounds=32, count_unprefilled=lambda: 0)
-            n, rounds, accepted = choice.draft_length, 0, np.zeros((choice.draft_length,), int)
-            while left > 0 and rounds < choice.num_rounds:
-                right = np.cumprod(random.random(n) < odds / (1 + odds))
-                accepted += right
-                left -= 1 + int(right.sum())
-                rounds += 1
-            seconds = rounds * MODES_S[choice.variant][n]
-            total_s += seconds
-            controller.note(
-                draft_length=n,
-                variant=choice.variant,
-                context=100,
-                num_rounds=rounds,
-                num_row_rounds=rounds,
-                num_accepted_at=accepted.tolist(),
-                seconds=seconds * random.uniform(1.0, 1.3),
-            )
-    return len(chances) * num_tokens / total_s
-
-
-def test_with_drafts_that_do_not_pay_it_is_about_as_fast_as_plain_decoding():
-    assert np.mean([share_of_plain(seed) for seed in range(8)]) > 0.97
-
-
-def with_errors_of_every_position(self, doubt=0.0, *, is_cautious=False):
-    """Each chance of a chain is as high as may be, all at once."""
-    found, chance, all_before = [], adaptive.PRIOR_ACCEPTANCE, 1.0
-    for reached, accepted in zip(self._reached, self._accepted, strict=True):
-        weight = reached + adaptive.PRIOR_ROUNDS
-        chance = (accepted + adaptive.PRIOR_ROUNDS * chance) / weight
-        all_before *= min(chance + doubt * np.sqrt(chance * (1 - chance) / weight), 1.0)
-        found.append(all_before)
-    return tuple(found)
-
-
-def test_the_check_above_sees_doubts_that_add_up(monkeypatch):
-    monkeypatch.setattr(DraftLengthController, "acceptance", with_errors_of_every_position)
-    assert np.mean([share_of_plain(seed) for seed in range(8)]) < 0.97
-
-
-def test_doubt_adds_the_error_of_the_tokens_of_a_round():
-    """It is linear in the errors of the chances, which are independent."""
-    controller = DraftLengthController(times())
-    controller.note(
-        draft_length=4,
-        context=100,
-        num_rounds=50,
-        num_row_rounds=50,
-        num_accepted_at=(30, 15, 9, 3),
-    )
-    reached = np.array([50, 30, 15, 9])
-    found, doubtful = (np.array(controller.acceptance(doubt)) for doubt in (0.0, 1.0))
-    chances = found / np.array([1.0, *found[:-1]])
-    variances = chances * (1 - chances) / (reached + adaptive.PRIOR_ROUNDS)
-    for n in range(1, LONGEST + 1):
-        slopes = []
-        for index in range(LONGEST):
-            moved = chances + 1e-6 * (np.arange(LONGEST) == index)
-            slopes.append((np.cumprod(moved)[:n].sum() - found[:n].sum()) / 1e-6)
-        error = np.sqrt(np.sum(np.square(slopes) * variances))
-        assert doubtful[:n].sum() - found[:n].sum() == pytest.approx(error, rel=1e-3)
-
-
-def rounds_to_recover(seed):
-    """Plain steps until two drafts, which gain a fifth as at batch 4 on two cores, are drafted
-    again; the first rounds were so unlucky that drafting was ended."""
-    seconds = {0: 1.0, 1: 1.5, 2: 1.75, 3: 2.7, 4: 2.9}
-    measured = with_seconds(times(chunk=0.5), seconds)
-    controller = DraftLengthController(measured, num_rows=4)
-    controller.note(
-        draft_length=2,
-        context=100,
-        num_rounds=40,
-        num_row_rounds=160,
-        num_accepted_at=(64, 16),
-        seconds=40 * seconds[2],
-    )
-    world = World(controller, num_rows=4, seed=seed, true_s=(seconds,))
-    num_rounds = 0
-    while controller.draft_length != 2 and num_rounds < 10000:
-        world.decode(0.77, 1)
-        num_rounds = sum(controller.num_rounds.values()) - 40
-    return num_rounds
-
-
-def test_after_bad_luck_at_the_start_it_soon_drafts_again():
-    assert np.median([rounds_to_recover(seed) for seed in range(9)]) < 500
-
-
-def test_the_check_above_sees_trials_that_come_late(monkeypatch):
-    monkeypatch.setattr(adaptive, "FIRST_TRIAL_SHARE", 0.005)
-    assert np.median([rounds_to_recover(seed) for seed in range(9)]) > 500
-
-
-DRAFTS_S = {0: 1.0, 1: 1.15, 2: 1.3, 3: 1.6, 4: 2.0}
-
-
-def scaled(factor):
-    return {n: seconds * (factor if n else 1) for n, seconds in DRAFTS_S.items()}
-
-
-def share_of_the_best_mode(*, true, measured, chance=0.6, num_rounds_before=40000):
-    """Tokens per second beside those of the best fixed length and variant, where the variants'
-    rounds take `true` times `DRAFTS_S`, and seemed to take `measured` times that."""
-    true_s = [scaled(factor) for factor in true]
-    seemed = [scaled(a * b) for a, b in zip(true, measured, strict=True)]
-    rates = [
-        sum(chance**j for j in range(n + 1)) / seconds[n] for seconds in true_s for n in seconds
-    ]
-    found = []
-    for seed in range(4):
-        controller = DraftLengthController(of_modes(*seemed, chunk=0.1), num_rows=8)
-        world = World(controller, true_s=true_s, seed=seed)
-        world.decode(chance, num_rounds_before)
-        emitted, seconds = world.decode(chance, 4000)
-        found.append(emitted / seconds / (world.num_rows * max(rates)))
-    return np.mean(found)
-
-
-@pytest.mark.parametrize(
-    ("true", "measured"),
-    [
-        ((1.0, 0.8), (1.0, 2.0)),  # the faster one seemed slow
-        ((1.0, 1.3), (1.0, 0.5)),  # the slower one seemed fast
-        ((1.0, 1.3), (1.0, 1.0)),
-        ((2.5, 1.0), (1.0, 3.0)),  # no drafts seemed to pay
-    ],
-)
-def test_the_faster_mode_is_found_whatever_was_measured(true, measured):
-    assert share_of_the_best_mode(true=true, measured=measured) > 0.96
-
-
-def test_the_check_above_sees_a_mode_that_is_never_tried(monkeypatch):
-    real = DraftLengthController._affordable_trial
-
-    def of_the_first(self, rates, *arguments):
-        return real(
-            self, {kind: rate for kind, rate in rates.items() if not kind.variant}, *arguments
-        )
-
-    monkeypatch.setattr(DraftLengthController, "_affordable_trial", of_the_first)
-    assert share_of_the_best_mode(true=(2.5, 1.0), measured=(1.0, 3.0)) < 0.9
-
-
-def test_the_check_above_sees_times_that_modes_share(monkeypatch):
-    """What one mode's rounds took is taken for the other's, too."""
-    real = LearnedTimes.__init__
-
-    def with_one_place_for_both(self, times):
-        real(self, times)
-        self._index = {kind: self._index[RoundKind(kind.draft_length)] for kind in self._index}
-
-    monkeypatch.setattr(LearnedTimes, "__init__", with_one_place_for_both)
-    assert share_of_the_best_mode(true=(1.0, 1.3), measured=(1.0, 0.5)) < 0.9
+def test_neighbours_help_to_choose_between_kinds_that_are_almost_equally_fast():
+    for error in (0.02, 0.04):
+        alone = loss_of_choices(error, is_shrunk=False)
+        assert loss_of_choices(error, is_shrunk=True) < 0.75 * alone
+    # A kernel that takes twice as long from four tokens on is far from a plane: it stays so.
+    step = {n: ms * (2 if n > 2 else 1) for n, ms in PAIR_MS.items()}
+    alone = loss_of_choices(0.02, round_ms=step, is_shrunk=False)
+    assert loss_of_choices(0.02, round_ms=step, is_shrunk=True) < alone + 0.001
 
 
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
-    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 0}
-    seen = {"draft_length": 4, "context": 100, "num_rounds": 99, "num_row_rounds": 800}
-
-    def chosen(chunks_per_token):
-        controller = DraftLengthController(times(chunk=1.0))
-        controller.note(**seen, num_accepted_at=(560, 392, 274, 192))  # 0.7 each: 2.77 a round
-        return controller.choose(**settings, chunks_per_token=chunks_per_token).draft_length
+    def choose(controller, chunks_per_token, num_unread=0):
+        choice = controller.choose(
+            context=100,
+            num_rounds=32,
+            count_unprefilled=lambda: num_unread,
+            chunks_per_token=chunks_per_token,
+        )
+        return choice.draft_length
 
     # Three drafts take 1.45 s for 2.53 tokens, plain decoding 1 s for one; then prompts are read.
-    assert chosen(0.0) >= 3
-    assert chosen(0.3) >= 3
-    assert chosen(0.5) == 0
-
-
-def test_a_short_request_at_the_start_does_not_end_drafting_for_longer_ones():
-    """To draft one token of a long prompt does not pay; the next request is another matter."""
-    controller = DraftLengthController(times(chunk=1.0))
-    settings = {"context": 100, "num_rounds": 32, "count_unprefilled": lambda: 1}
-    assert controller.choose(**settings, chunks_per_token=2.0).draft_length == 0
+    for chunks_per_token, is_drafting in ((0.0, True), (0.3, True), (0.5, False)):
+        controller = DraftLengthController(times(EVEN, chunk=1.0))
+        controller.note(
+            draft_length=4,
+            context=100,
+            num_rounds=99,
+            num_row_rounds=800,
+            num_accepted_at=(560, 392, 274, 192),  # 0.7 each: 2.77 tokens a round
+        )
+        assert (choose(controller, chunks_per_token) >= 3) == is_drafting
+    # To draft one token of a long prompt does not pay; the next request is another matter.
+    controller = DraftLengthController(times(EVEN, chunk=1.0))
+    assert choose(controller, 2.0, num_unread=1) == 0
     controller.note(draft_length=0, context=100, num_rounds=1, num_row_rounds=1, num_accepted_at=())
-    assert controller.choose(**settings, chunks_per_token=2.0).draft_length == 0
-    assert controller.choose(**settings, chunks_per_token=0.05).draft_length > 0
-
-
-def test_it_keeps_its_mind_between_equals():
-    """Where two draft lengths are equally fast, noise makes it change seldom."""
-    chance = 0.5
-    equal = 1 + chance + chance**2  # E(2); E(1) = 1.5, so t(2) / t(1) = 1.75 / 1.5
-    seconds = {0: 1.0, 1: 1.5 * 0.7, 2: equal * 0.7, 3: 9.0, 4: 9.0}
-    world = World(DraftLengthController(with_seconds(times(), seconds)))
-    world.decode(chance, 6000)
-    chosen = np.array(world.chosen)
-    assert set(chosen[5:].tolist()) <= {1, 2}
-    assert np.sum(chosen[1:] != chosen[:-1]) < 0.05 * len(chosen)
-
-
-def test_times_are_linear_between_the_contexts_that_were_measured():
-    measured = times(long=3.0)
-    kind = RoundKind(2)
-    assert measured.of(kind, 0) == pytest.approx(1.3)
-    assert measured.of(kind, 500) == pytest.approx(2.6)
-    assert measured.of(kind, 10**6) == pytest.approx(3.9)
+    assert choose(controller, 2.0, num_unread=1) == 0
+    assert choose(controller, 0.05, num_unread=1) > 0
 
 
 class Clockwork:
@@ -798,16 +559,17 @@ def test_round_times_are_measured_without_compiling_and_calling(monkeypatch, roo
     assert found.short_s == pytest.approx(of_lengths({0: 1, 1: 2, 3: 4}))
     factor = 2 if room == 5000 else 1
     assert found.long_s == pytest.approx(of_lengths({n: factor * (n + 1) for n in (0, 1, 3)}))
+    assert found.of(RoundKind(1), 10**6) == pytest.approx(factor * 2)
+    between = (found.short_context + found.long_context) / 2
+    assert found.of(RoundKind(1), between) == pytest.approx(1 + factor)
     assert found.chunk_s == pytest.approx(2.0)
     assert found.call_s == pytest.approx(0.7)
     assert found.noise == pytest.approx(0.0)
 
 
 def test_the_ladder_doubles_up_to_the_widest_window():
-    assert window_buckets(2) == (1, 2)
-    assert window_buckets(5) == (1, 3, 5)
-    assert window_buckets(8) == (1, 3, 5, 8)
-    assert window_buckets(17) == (1, 3, 5, 9, 17)
+    ladders = {2: (1, 2), 5: (1, 3, 5), 8: (1, 3, 5, 8), 17: (1, 3, 5, 9, 17)}
+    assert {widest: window_buckets(widest) for widest in ladders} == ladders
 
 
 # Engines: of one layer and one window pair, for every window is a program to compile.
@@ -817,13 +579,7 @@ PARAMS = [
     SamplingParams(max_tokens=30 + 4 * i, temperature=0.8 * (i % 2), seed=i, ignore_eos=True)
     for i in range(len(PROMPTS))
 ]
-FIXED = RoundTimes(  # drafts must be accepted to be worth their while
-    short_context=0,
-    long_context=1,
-    short_s=of_lengths({0: 1, 1: 1.3, 2: 1.6}),
-    long_s=of_lengths({0: 1, 1: 1.3, 2: 1.6}),
-    chunk_s=1e-6,
-)
+FIXED = times({0: 1, 1: 1.3, 2: 1.6}, chunk=1e-6)  # drafts must be accepted to pay
 
 
 def with_fixed_times(measured, **settings):
@@ -938,9 +694,11 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     assert {*narrow, counts["catch_up"], counts["prefill_target"]} == {1}
 
 
-def test_new_weights_are_tried_at_once(make, target):
+def test_new_weights_are_tried_at_once(adaptive_engine, target):
     """What was seen of the old weights says nothing of the new ones."""
-    made, long = make(wrong(), draft_length="auto", exactness="ties"), SamplingParams(max_tokens=64)
+    made, long = adaptive_engine, SamplingParams(max_tokens=64)
+    made.adaptive.controller = with_fixed_times(FIXED)
+    made.update_params(draft=wrong().params)
     made.generate(PROMPTS, long)
     assert made.adaptive.is_resting
     num_plain = made.rounds_by_draft_length[0]
@@ -950,22 +708,19 @@ def test_new_weights_are_tried_at_once(make, target):
     assert made.rounds_by_draft_length[0] == num_plain
 
 
-@pytest.mark.parametrize("drafts", ["right", pytest.param("wrong", marks=pytest.mark.system)])
-def test_an_engine_chooses_the_number_of_nodes(make, target, plain, drafts):
-    model = target if drafts == "right" else wrong().model
-    beams = jaxspec.DraftModel(model, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
+def test_an_engine_chooses_the_number_of_nodes(make, target, plain):
+    beams = jaxspec.DraftModel(target, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
     made = make(beams, draft_length="auto", exactness="ties")
     assert (made.draft_length, made.shape.tree_depth, made.verify_lengths) == (4, 2, (1, 3, 5))
     seconds = {0: 1, 2: 1.2, 4: 1.4}
-    measured = with_seconds(FIXED, seconds)
-    made.adaptive.controller = with_fixed_times(measured, is_chain=False)
+    made.adaptive.controller = with_fixed_times(times(seconds, chunk=1e-6), is_chain=False)
     assert_equal_or_ties(target, made.generate(PROMPTS, PARAMS), plain, PARAMS)
     long = SamplingParams(max_tokens=150, ignore_eos=True)
     made.generate(PROMPTS, long)
     assert set(made.rounds_by_draft_length) <= set(seconds)
     # Of the right model's own tree the two nodes of the likeliest path are always accepted, and a
     # window for two nodes gets a chain of them.
-    assert made.adaptive.controller.draft_length == (2 if drafts == "right" else 0)
+    assert made.adaptive.controller.draft_length == 2
 
 
 def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engine, monkeypatch):
@@ -987,46 +742,26 @@ def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engin
     assert max(np.diff(waits)) == adaptive.UNTIMED_CALLS + 2
 
 
-def test_draft_limits_are_set_only_when_they_change(make, target, monkeypatch):
-    made = make(jaxspec.DraftModel(target), draft_length="auto", exactness="ties")
+def test_rows_draft_as_many_tokens_as_was_chosen(adaptive_engine, monkeypatch):
+    """Also a row that was admitted before another choice."""
+    made = adaptive_engine
     made.adaptive.controller = controller = with_fixed_times(FIXED)
-    for n in FIXED.kinds:
-        controller.times._num_timed[n] = 9
-    events, executor = [], made.executor
-
-    def choose(draft_length):
-        choice = adaptive.Choice(kind=RoundKind(draft_length), num_rounds=4)
-        controller._current = choice.kind
-        monkeypatch.setattr(controller, "choose", lambda **_: choice)
-
-    def generate(draft_length):
-        events.clear()
-        made.generate(PROMPTS, [dataclasses.replace(one, max_tokens=20) for one in PARAMS])
-        # What every running row drafts at most, when rounds begin.
-        assert all(limits == [draft_length] for limits in events if isinstance(limits, list))
-        return events.count("set")
-
-    set_limits, run = executor.set_draft_limits, executor.run
-
-    def note_set(limits):
-        events.append("set")
-        set_limits(limits)
+    limits, executor, run = [], made.executor, made.executor.run
 
     def note_run(*args, **settings):
         is_running = np.asarray(executor.state.is_running)
-        events.append(sorted(set(np.asarray(executor.state.draft_limit)[is_running].tolist())))
+        limits.append(set(np.asarray(executor.state.draft_limit)[is_running].tolist()))
         run(*args, **settings)
 
-    monkeypatch.setattr(executor, "set_draft_limits", note_set)
     monkeypatch.setattr(executor, "run", note_run)
-    choose(2)
-    assert generate(2) == 0  # rows begin with it
-    # A row admitted for one draft, and a choice of another.
-    choose(1)
-    controller._current = RoundKind(2)
-    assert generate(1) == 3  # once for each batch of rows
-    choose(1)
-    assert generate(1) == 0
+    for admitted, chosen in ((2, 2), (2, 1), (1, 1)):
+        choice = adaptive.Choice(kind=RoundKind(chosen), num_rounds=4)
+        controller._current = RoundKind(admitted)
+        monkeypatch.setattr(controller, "choose", lambda *, choice=choice, **_: choice)
+        limits.clear()
+        made.generate(PROMPTS, [dataclasses.replace(one, max_tokens=20) for one in PARAMS])
+        assert limits
+        assert all(each == {chosen} for each in limits)
 
 
 def test_single_requests_adapt_too(adaptive_engine, target, plain):
@@ -1063,16 +798,9 @@ def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
     assert (counts["run_3"], counts["run"]) == (1, 0)
     assert_equal_or_ties(target, done, plain, PARAMS)
     tokens, rounds = done.tokens(), done.rounds()
-    assert len(tokens) == rounds["drafted"].sum() > 0
-    assert tokens["accepted"].sum() == rounds["accepted"].sum() > 0
-    assert rounds["drafted"].max() == 2
-    assert tokens["node"].max() == 1
+    assert len(tokens) == rounds["drafted"].sum() > tokens["accepted"].sum() > 0
+    assert (rounds["drafted"].max(), tokens["node"].max()) == (2, 1)
     assert rounds["emitted"].sum() == sum(len(c.token_ids) for c in done)
-    for completion in done:
-        acceptance = completion.acceptance
-        assert acceptance.num_emitted_tokens == (
-            acceptance.num_rounds + acceptance.num_accepted_tokens
-        )
 
 
 def test_a_round_of_the_wrong_width_is_seen(oracle_engine, plain, target, monkeypatch):
@@ -1147,7 +875,7 @@ async def read(stream):
 
 
 def test_single_requests_do_not_wait_for_rounds_to_be_measured(target, plain, measured):
-    """They draft as many tokens as by default; a list measures, and a session keeps its KV."""
+    """They draft as many tokens as by default; a warm-up measures, and a session keeps its KV."""
     made, [params, *_] = of_nine_drafts(target), PARAMS
     made.submit(PROMPTS[0], params)
     with made.session() as session:
@@ -1168,8 +896,8 @@ def test_single_requests_do_not_wait_for_rounds_to_be_measured(target, plain, me
         made.warm_up()
         assert measured == []
         stream.close()
-        made.generate(PROMPTS[:1], params)
         made.warm_up()
+        made.generate(PROMPTS[:1], params)
         assert measured == [FIXED]
         turn = session.generate([*session.token_ids, 1, 2], params)
         assert turn.num_reused_tokens == kept > 0
@@ -1190,15 +918,6 @@ def test_an_interrupted_measurement_leaves_no_rows(target, plain, monkeypatch):
     assert last.completion.token_ids == plain[0].token_ids
 
 
-def test_a_warm_up_measures(target, plain, measured):
-    made = of_nine_drafts(target)
-    made.warm_up()
-    assert measured == [FIXED]
-    asyncio.run(read(made.astream(PROMPTS[0], PARAMS[0])))
-    made.generate(PROMPTS[:1], PARAMS[:1])
-    assert measured == [FIXED]
-
-
 @dataclasses.dataclass(frozen=True)
 class WindowKeeper(Drafter):
     """Keeps a state as large as the window."""
@@ -1212,8 +931,6 @@ class WindowKeeper(Drafter):
         return toy.WrongDrafter().propose(shape, params, state, rows)[0], state
 
 
-def test_what_does_not_fit_is_refused(target):
+def test_a_drafter_that_keeps_a_state_of_the_windows_width_is_refused(target):
     with pytest.raises(SettingError, match="window-keeper, which keeps a state that depends on"):
         Engine(target, WindowKeeper(), exactness="ties", max_length=128)
-    with pytest.raises(SettingError, match="exactness 'exact' was given"):
-        Engine(target, toy.WrongDrafter(), exactness="exact", max_length=128)

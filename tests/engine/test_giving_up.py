@@ -87,13 +87,6 @@ def break_out_of_a_stream(engine):
 
 
 @way
-def fail_while_reading_a_stream(engine):
-    with contextlib.suppress(ZeroDivisionError):
-        for _ in engine.stream(PROMPTS[0], LONG):
-            raise ZeroDivisionError
-
-
-@way
 def close_a_stream_that_another_thread_began(engine):
     stream = engine.stream(PROMPTS[0], LONG)
     thread = threading.Thread(target=next, args=(stream,))
@@ -411,16 +404,3 @@ def test_what_is_given_up_during_a_step_is_not_counted_and_free_after_it(engine,
     [done] = engine.step()
     assert (done.request_id, len(done.token_ids)) == ("mine", 9)
     assert engine.metrics()["num_requests"] == num_requests + 1
-
-
-def test_a_shut_down_engine_holds_nothing(target):
-    engine = Engine(target, batch_size=1, max_length=128, prefill_chunk=16)
-    names = [engine.submit(prompt, LONG) for prompt in PROMPTS]
-    stream = engine.stream(PROMPTS[0], LONG)
-    engine.step()
-    engine.shutdown()
-    assert engine.queue.num_unfinished == engine.queue.num_waiting == 0
-    assert engine.queue.tickets_by_row == {}
-    assert sorted(done.request_id for done in engine.step()) == sorted(names)
-    check_was_cancelled(stream)
-    assert not engine.has_unfinished

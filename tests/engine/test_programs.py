@@ -127,25 +127,6 @@ def test_only_a_program_of_varying_shapes_looks_at_later_ones(impatient, caplog)
         assert program.num_compilations() == 2
 
 
-def test_after_the_first_call_nothing_stands_between():
-    class Counting:
-        def __init__(self, function):
-            self.function, self.num_lowered = function, 0
-
-        def __call__(self, *args):
-            return self.function(*args)
-
-        def lower(self, *args):
-            self.num_lowered += 1
-            return self.function.lower(*args)
-
-    function = Counting(jax.jit(slow(seconds=0)))
-    program = Program(function, "it")
-    for number in range(5):
-        program(np.int32(number))
-    assert function.num_lowered == 1
-
-
 def test_threads_compile_a_program_once(num_compiled):
     program = Program(jax.jit(slow()), "it")
     with ThreadPoolExecutor(4) as pool:

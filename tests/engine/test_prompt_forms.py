@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 
+import engines
 import numpy as np
 import pytest
-import tiny
 
 import jaxspec
-from jaxspec import Engine, NGram, PromptError, SamplingParams, SettingError
+from jaxspec import NGram, PromptError, SamplingParams, SettingError
 from jaxspec.audit import self_audit
 from jaxspec.lab import compare
 from jaxspec.serving.engine import ServingEngine
 
 CHAT = [{"role": "user", "content": "hello"}]
 PARAMS = SamplingParams(max_tokens=3)
-SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
 
 
 class Reached(Exception):
@@ -25,17 +24,17 @@ class Reached(Exception):
 
 @pytest.fixture(scope="module")
 def target():
-    return tiny.model(text=tiny.tokenizer(), eos_token_ids=())
+    return engines.target("text")
 
 
 @pytest.fixture(scope="module")
-def engine(target):
-    return Engine(target, NGram(), draft_length=2, **SHAPE)
+def engine():
+    return engines.engine("text", "ngram")
 
 
 @pytest.fixture(scope="module")
 def server(target):
-    return ServingEngine(target, **SHAPE)
+    return ServingEngine(target, **engines.SHAPE)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ SHAPE = {"batch_size": 1, "max_length": 256, "prefill_chunk": 16, "rounds_per_sy
 
 @pytest.fixture(scope="module")
 def target():
-    return toy.model()
+    return toy.model(num_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -184,27 +184,37 @@ def in_time(call, limit_s=60):
         pool.shutdown(wait=False)
 
 
-def test_a_device_that_does_not_answer_while_rounds_are_measured(target):
-    drafter = DraftModel(toy.model(seed=1))
-    engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
-    real, answer = engine.executor.programs["run"], threading.Event()
+ENDED = "ended because a step took longer than 1 s"
 
-    def hangs(*arguments):
-        answer.wait()
-        return real(*arguments)
 
-    engine.executor.programs["run"] = hangs
-    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
-        in_time(lambda: engine.generate([PROMPTS[0]], LONG))
-    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
-        in_time(lambda: engine.submit(PROMPTS[0], LONG))
-    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
-        in_time(engine.warm_up)
+@pytest.mark.parametrize("when", ["the first step", "a warm-up", "rounds are measured"])
+def test_a_device_that_does_not_answer_before_there_are_rounds(target, when):
+    settings = {"step_timeout_s": 1.0, **SHAPE}
+    if when == "rounds are measured":
+        drafter = DraftModel(toy.model(seed=1, num_layers=1))
+        engine = Engine(target, drafter, draft_length="auto", **settings)
+    else:
+        engine = Engine(target, **settings)
+    answer, programs = threading.Event(), engine.executor.programs
+    name = "init" if when == "the first step" else "run"
+    real = programs[name]
+    programs[name] = lambda *arguments: (answer.wait(), real(*arguments))[1]
+    if when == "the first step":
+        [completion] = in_time(lambda: engine.generate([PROMPTS[0]], LONG))
+        assert (completion.finish_reason, completion.stop_reason) == ("abort", "device timeout")
+    else:
+        first = {
+            "a warm-up": lambda: engine.warm_up(lambda program: answer.wait()),
+            "rounds are measured": lambda: engine.generate([PROMPTS[0]], LONG),
+        }[when]
+        for call in (first, lambda: engine.submit(PROMPTS[0], LONG), engine.warm_up):
+            with pytest.raises(RequestError, match=ENDED):
+                in_time(call)
     answer.set()
 
 
 def test_measuring_many_rounds_may_take_longer_than_a_step(target):
-    drafter = DraftModel(toy.model(seed=1))
+    drafter = DraftModel(toy.model(seed=1, num_layers=1))
     engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)
     real, calls = engine.executor.programs["run"], []
 
@@ -218,25 +228,6 @@ def test_measuring_many_rounds_may_take_longer_than_a_step(target):
     engine.warm_up()
     assert calls[-1] - calls[0] > 1.5
     engine.shutdown()
-
-
-def test_a_device_that_does_not_answer_before_the_first_step(target):
-    engine = Engine(target, step_timeout_s=1.0, **SHAPE)
-    answer = threading.Event()
-    engine.executor.programs["init"] = answer.wait
-    [completion] = in_time(lambda: engine.generate([PROMPTS[0]], LONG))
-    assert (completion.finish_reason, completion.stop_reason) == ("abort", "device timeout")
-    answer.set()
-
-
-def test_a_warm_up_that_does_not_return(target):
-    engine = Engine(target, step_timeout_s=1.0, **SHAPE)
-    answer = threading.Event()
-    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
-        in_time(lambda: engine.warm_up(lambda program: answer.wait()))
-    with pytest.raises(RequestError, match="ended because a step took longer than 1 s"):
-        engine.submit(PROMPTS[0], LONG)
-    answer.set()
 
 
 def test_a_warm_up_may_compile_for_longer_than_a_step(target, monkeypatch):

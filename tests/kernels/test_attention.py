@@ -17,33 +17,13 @@ from jaxspec.types import Window
 HEADS, GROUP, SIZE = 2, 3, 8
 
 
-def setup(starts, window_length, *, capacity=512, dtype=jnp.float32, seed=0, fill=0.0):
-    """A cache of random KV up to each row's window end, garbage (`fill`) beyond, and queries."""
-    rng = np.random.default_rng(seed)
-    num_rows = len(starts)
-    start = jnp.asarray(starts, jnp.int32)
-    positions = start[:, None] + jnp.arange(window_length, dtype=jnp.int32)[None]
-    cache = kv.init_cache(
-        num_layers=1,
-        num_rows=num_rows,
-        capacity=capacity,
-        num_kv_heads=HEADS,
-        head_size=SIZE,
-        dtype=jnp.float32,
-    )
-    k, v = (
-        np.asarray(rng.standard_normal((num_rows, capacity, HEADS, SIZE)), np.float32)
-        for _ in range(2)
-    )
-    for row, begin in enumerate(starts):
-        k[row, begin + window_length :] = v[row, begin + window_length :] = fill
-    slots = jnp.broadcast_to(jnp.arange(capacity, dtype=jnp.int32), (num_rows, capacity))
-    layer = kv.write(cache.layers[0], cache.table, jnp.asarray(k), jnp.asarray(v), slots)
-    queries = jnp.asarray(
-        rng.standard_normal((num_rows, window_length, HEADS * GROUP, SIZE)), jnp.float32
-    )
-    window = Window(start=start, positions=positions, slots=positions)
-    return queries, layer, cache.table, window, k, v
+def setup(starts, window_length, *, dtype=jnp.float32, fill=0.0):
+    """What attention takes, and its KV `[B, S, K, H]`."""
+    inputs = windows.setup(starts, window_length, dtype=dtype, size=SIZE, fill=fill)
+    _, layer, table, _ = inputs
+    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (len(starts), 512))
+    k, v = kv.read_slots(layer, table, every, dtype)
+    return *inputs, np.asarray(k, np.float32), np.asarray(v, np.float32)
 
 
 def dense(queries, k, v, window, sliding_window=None):
@@ -107,16 +87,12 @@ def test_codes_with_scales_are_read_as_the_numbers_that_they_stand_for(is_tree, 
 
 
 def test_neighbours_of_any_length_change_no_bit():
-    results = []
-    for neighbour in (0, 37, 100, 380):
-        _, layer, table, window, k, v = setup([37, neighbour], 4, seed=neighbour)
-        queries, _, _, _, own_k, own_v = setup([37, 37], 4, seed=1)
-        k[0], v[0] = own_k[0], own_v[0]
-        every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (2, 512))
-        layer = kv.write(layer, table, jnp.asarray(k), jnp.asarray(v), every)
-        results.append(np.asarray(run(queries, layer, table, window, dtype=jnp.float32))[0])
-    for other in results[1:]:
-        np.testing.assert_array_equal(other, results[0])
+    alone, *others = (
+        np.asarray(run(*setup([37, neighbour], 4)[:4], dtype=jnp.float32))[0]
+        for neighbour in (37, 0, 100, 380)
+    )
+    for other in others:
+        np.testing.assert_array_equal(other, alone)
 
 
 def test_garbage_beyond_the_window_changes_no_bit_even_if_it_is_nan():
@@ -320,19 +296,8 @@ def test_temporaries_of_a_pass_with_trees_do_not_grow_with_capacity(monkeypatch)
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_is_near_full(dtype):
-    queries, _, _, window, k, v = setup([50, 260], 3)
-    half = kv.init_cache(
-        num_layers=1, num_rows=2, capacity=512, num_kv_heads=HEADS, head_size=SIZE, dtype=dtype
-    )
-    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (2, 512))
-    layer = kv.write(
-        half.layers[0],
-        half.table,
-        jnp.asarray(k).astype(dtype),
-        jnp.asarray(v).astype(dtype),
-        every,
-    )
-    got = run(queries.astype(dtype), layer, half.table, window, dtype=dtype)
+    queries, layer, table, window, k, v = setup([50, 260], 3, dtype=dtype)
+    got = run(queries, layer, table, window, dtype=dtype)
     assert got.dtype == dtype
     expected = dense(queries, k, v, window)
     np.testing.assert_allclose(got.astype(jnp.float32), expected, atol=3e-2)

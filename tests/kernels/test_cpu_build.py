@@ -112,39 +112,16 @@ def times_compiled(tmp_path):
     return (tmp_path / "log").read_text().count("\n")
 
 
-@pytest.mark.parametrize(
-    ("commands", "complaint"),
-    [
-        (
-            "echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1",
-            "{} could not compile kernels.cc: x.cc:1: error: unknown option -std=c++17",
-        ),
-        (
-            "exit 3",
-            "{} could not compile kernels.cc: exit status 3; name another compiler with CXX",
-        ),
-        ("head -c 99999 /dev/urandom >&2; exit 4", "{} could not compile kernels.cc: "),
-        ("exit 0", "{} wrote no library; name another compiler with CXX"),
-        ('for last; do :; done; echo rubbish > "$last"', "{} made no library that can be loaded ("),
-        ("sleep 1000 & wait", "{} took longer than 1 s; try again when the machine is less busy"),
-    ],
-    ids=["fails", "fails silently", "prints rubbish", "writes nothing", "writes rubbish", "hangs"],
-)
-def test_a_compiler_that_fails_is_a_sentence(tmp_path, commands, complaint):
-    compiler = script(tmp_path / "compiler", commands)
-    limited = CODE.replace("print", "cpu.build.TIMEOUT_S = 1; print")
-    said, _ = problem_of(tmp_path, compiler, limited)
-    assert said.startswith(complaint.format(compiler))
-    assert "\n" not in said
-    assert kept(tmp_path) == []
+def _compiler(commands):
+    def arrange(tmp_path, monkeypatch):
+        monkeypatch.setenv("CXX", str(script(tmp_path / "compiler", commands)))
+        monkeypatch.setattr(build, "TIMEOUT_S", 1)
+
+    return arrange
 
 
-def test_without_a_compiler_there_is_a_sentence(tmp_path):
-    advice = "correct it, or leave it out"
-    said, _ = problem_of(tmp_path, tmp_path / "nowhere")
-    assert said == f"CXX is {tmp_path / 'nowhere'}, and there is no such program; {advice}"
-    said, _ = problem_of(tmp_path, "'c++")
-    assert said == f'CXX is "\'c++", which is no command (No closing quotation); {advice}'
+def _cxx(named):
+    return lambda tmp_path, monkeypatch: monkeypatch.setenv("CXX", named)
 
 
 def _without_compilers(tmp_path, monkeypatch):
@@ -194,9 +171,38 @@ def _program_cannot_be_run(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", str(tmp_path / "rubbish"))
 
 
+COULD_NOT = "{}/../compiler could not compile kernels.cc: "
+
+
 @pytest.mark.parametrize(
     ("arrange", "reason"),
     [
+        (
+            _compiler("echo 'x.cc:1: error: unknown option -std=c++17' >&2; exit 1"),
+            COULD_NOT + "x.cc:1: error: unknown option -std=c++17...",
+        ),
+        (_compiler("exit 3"), COULD_NOT + "exit status 3; name another compiler with CXX"),
+        (_compiler("head -c 99999 /dev/urandom >&2; exit 4"), COULD_NOT + "..."),
+        (
+            _compiler("exit 0"),
+            "{}/../compiler wrote no library; name another compiler with CXX",
+        ),
+        (
+            _compiler('for last; do :; done; echo rubbish > "$last"'),
+            "{}/../compiler made no library that can be loaded (...",
+        ),
+        (
+            _compiler("sleep 1000 & wait"),
+            "{}/../compiler took longer than 1 s; try again when the machine is less busy...",
+        ),
+        (
+            _cxx("/nowhere/c++"),
+            "CXX is /nowhere/c++, and there is no such program; correct it, or leave it out",
+        ),
+        (
+            _cxx("'c++"),
+            'CXX is "\'c++", which is no command (No closing quotation); correct it...',
+        ),
         (_without_compilers, "no C++ compiler was found (no-compiler); install one"),
         (
             _link,
@@ -234,11 +240,14 @@ def test_every_reason_has_its_own_advice(tmp_path, monkeypatch, arrange, reason)
         build.load_library()
     own = "set JAXSPEC_CACHE to a directory of your own"
     wanted = reason.format(tmp_path / "cache", own=own).replace("/cache/../", "/")
-    assert str(refused.value) == wanted
-    monkeypatch.setattr(cpu, "problem", lambda: wanted)
+    found = str(refused.value)
+    assert found.startswith(wanted[:-3]) if wanted.endswith("...") else found == wanted
+    assert "\n" not in found
+    assert not kept(tmp_path)
+    monkeypatch.setattr(cpu, "problem", lambda: found)
     with pytest.raises(SettingError) as refused:
         registry.check_kernels("native")
-    assert str(refused.value) == f"kernels='native' was given, but {wanted}, or choose 'xla'."
+    assert str(refused.value) == f"kernels='native' was given, but {found}, or choose 'xla'."
 
 
 def test_they_are_compiled_once_with_the_options_of_cxx(tmp_path, library):

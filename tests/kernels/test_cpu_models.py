@@ -83,19 +83,9 @@ def demo(request):
     return Demo(request.param)
 
 
-def test_speculation_changes_no_bit(demo):
-    assert demo.target.kernels == "native"
-    engine, prompts = demo.drafting(4), [*demo.prompts, "A", "In the beginning"]
-    params = SamplingParams(max_tokens=40, ignore_eos=True)
-    drafted = engine.generate(prompts, params)
-    assert sum(done.acceptance.num_accepted_tokens for done in drafted) > 50
-    plain = engine.generate(prompts, params, speculate=False)
-    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
-
-
-def committed(engine, prompts, params):
+def committed(engine, prompts, params, **options):
     """Tokens of each request, and the bits of its KV in every layer."""
-    done = engine.generate(prompts, params)
+    done = engine.generate(prompts, params, **options)
     state = engine.state
     slots = jnp.arange(state.cache.capacity, dtype=jnp.int32)
     every = jnp.broadcast_to(slots, state.cache.table.shape[:1] + slots.shape)
@@ -136,7 +126,7 @@ def test_a_model_of_a_real_size_gives_the_same_tokens_at_every_batch_size_and_wi
 def test_windows_of_every_width_and_one_token_at_a_time_give_the_same_bits(demo):
     params = SamplingParams(max_tokens=40, ignore_eos=True)
     tokens, bits = committed(demo.plain, demo.prompts, params)
-    for draft_length in (1, 6):
+    for draft_length in (4, 6):
         drafted, drafted_bits = committed(demo.drafting(draft_length), demo.prompts, params)
         assert drafted == tokens
         for ours, theirs in zip(drafted_bits, bits, strict=True):
@@ -167,13 +157,16 @@ def test_windows_give_the_same_bits_in_every_family(family):
     prompts = toy.prompts((3, 40, 20))
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static()}
-    tokens, bits = committed(Engine(target, **shape), prompts, params)
-    drafter = jaxspec.Oracle(
-        [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
-        acceptance=0.7,
-    )
-    drafted, drafted_bits = committed(Engine(target, drafter, **shape), prompts, params)
+    # An oracle that does not know the outputs yet, and is told them as other weights.
+    unknown = jaxspec.Oracle([prompt + [0] * 30 for prompt in prompts], acceptance=0.7)
+    engine = Engine(target, unknown, **shape)
+    assert engine.verify_lengths == (1, 5)
+    tokens, bits = committed(engine, prompts, params, speculate=False)
+    known = [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)]
+    engine.update_params(draft=jaxspec.Oracle(known).params)
+    drafted, drafted_bits = committed(engine, prompts, params)
     assert drafted == tokens
+    assert engine.metrics()["num_accepted_tokens"] > 20
     for ours, theirs in zip(drafted_bits, bits, strict=True):
         np.testing.assert_array_equal(ours, theirs)
 
@@ -232,15 +225,15 @@ def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
 def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
     target, _ = pair
     params = SamplingParams(max_tokens=30)
-    engines = [Engine(target, NGram(), batch_size=2, max_length=256) for _ in range(3)]
-    prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(3)]
+    engines = [Engine(target, NGram(), batch_size=2, max_length=256) for _ in range(2)]
+    prompts = [toy.prompts((5, 30, 12), seed=seed) for seed in range(2)]
     alone = [engine.generate(asked, params) for engine, asked in zip(engines, prompts, strict=True)]
-    together = [None] * 3
+    together = [None] * 2
 
     def decode(index):
         together[index] = engines[index].generate(prompts[index], params)
 
-    threads = [threading.Thread(target=decode, args=(index,)) for index in range(3)]
+    threads = [threading.Thread(target=decode, args=(index,)) for index in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -259,6 +252,7 @@ def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
 
 def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(demo):
     """Tokens, log-probabilities and KV, greedy and sampled, are those of one token at a time."""
+    assert demo.target.kernels == "native"
     prompts = demo.prompts
     params = [
         SamplingParams(

@@ -141,9 +141,10 @@ def assert_bits_are_those_of_a_row_alone(vocab_size, batch_size, width, *, is_fa
 
 @pytest.mark.parametrize("vocab_size", VOCABULARIES)
 def test_bits_depend_on_the_row_alone(vocab_size):
-    """All pairs of vocabulary, batch and width; large vocabularies in few wide windows."""
+    """Every batch and width with some vocabularies, and large vocabularies in few wide windows; all
+    pairs are below, and slow."""
     first = VOCABULARIES.index(vocab_size)
-    for batch_size in BATCHES:
+    for batch_size in BATCHES[first % 3 :: 3]:
         width = WIDTHS[(first + batch_size) % len(WIDTHS)]
         if vocab_size > 4096:
             width = WIDTHS[batch_size] if batch_size < len(WIDTHS) else 1

@@ -18,7 +18,7 @@ import tiny
 import toy
 
 import jaxspec.serving.engine as module
-from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
+from jaxspec import DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import Drafter
@@ -186,6 +186,15 @@ def serve(engine, requests, *, seed, state=None, prefill=None):
     return served
 
 
+def generate_into(outputs, engine, state):
+    """The state after a round, and its result, whose tokens are added to each row's."""
+    state, result = engine.generate(state)
+    result = jax.device_get(result)
+    for row, output in enumerate(outputs):
+        output += result.tokens[row, : result.num_new[row]].tolist()
+    return state, result
+
+
 def tokens_of(outputs):
     return [tuple(output.token_ids) for output in outputs]
 
@@ -266,10 +275,7 @@ def test_trees(target):
         state = engine.insert(engine.prefill(prompts[row], params), state, row)
     is_done = False
     while not is_done:
-        state, result = engine.generate(state)
-        result = jax.device_get(result)
-        for row, output in enumerate(outputs):
-            output += result.tokens[row, : result.num_new[row]].tolist()
+        state, result = generate_into(outputs, engine, state)
         num_steps, is_done = num_steps + 1, result.done.all()
     assert [tuple(output) for output in outputs] == tokens_of(expected)
     assert num_steps == 5  # three nodes of the path are right, and the bonus token: four a round
@@ -338,10 +344,7 @@ def test_a_prompt_is_read_once_and_inserted_often(engine_of, requests, expected)
             if step == 4:  # a third time, over a longer predecessor in mid-flight
                 state = engine.insert(read[index], state, 1)
                 outputs[1] = []
-            state, result = engine.generate(state)
-            result = jax.device_get(result)
-            for row, output in enumerate(outputs):
-                output += result.tokens[row, : result.num_new[row]].tolist()
+            state, result = generate_into(outputs, engine, state)
             if result.done.all():
                 break
         assert outputs == [list(expected[index].token_ids)] * 3
@@ -381,10 +384,7 @@ def test_a_row_is_cancelled_and_its_neighbours_do_not_notice(engine_of, requests
     for step in range(40):
         if step == 3:
             state = engine.free(state, 1)
-        state, result = engine.generate(state)
-        result = jax.device_get(result)
-        for row, output in enumerate(outputs):
-            output += result.tokens[row, : result.num_new[row]].tolist()
+        state, result = generate_into(outputs, engine, state)
         if step >= 3:
             assert result.num_new[1] == 0
             assert result.done[1]
@@ -423,21 +423,16 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
 
 
 def test_copying_a_row_costs_as_much_as_is_live():
-    cache = init_cache(
-        num_layers=1,
-        num_rows=2,
-        capacity=4 * BLOCK,
-        num_kv_heads=1,
-        head_size=2,
-        dtype="bfloat16",
-    )
-    source = init_cache(
-        num_layers=1,
-        num_rows=1,
-        capacity=4 * BLOCK,
-        num_kv_heads=1,
-        head_size=2,
-        dtype="bfloat16",
+    cache, source = (
+        init_cache(
+            num_layers=1,
+            num_rows=num_rows,
+            capacity=4 * BLOCK,
+            num_kv_heads=1,
+            head_size=2,
+            dtype="bfloat16",
+        )
+        for num_rows in (2, 1)
     )
     slots = jnp.arange(4 * BLOCK, dtype=jnp.int32)[None]
     values = jax.random.normal(jax.random.key(0), (1, 4 * BLOCK, 1, 2), jnp.bfloat16)
@@ -463,24 +458,6 @@ def test_a_seed_is_drawn_and_named(engine_of):
     first, second = (engine.prefill(PROMPTS[0], params).request for _ in range(2))
     assert first.params.seed != second.params.seed
     assert first.prompt_token_ids == tuple(PROMPTS[0])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": 0}, "batch_size 0 was given"),
-        ({"verify_length": 2}, "without a drafter"),
-        ({"drafter": NGram(), "draft_length": 4, "verify_length": 4}, "for a verify_length of 4"),
-        ({"drafter": toy.TreeOracle(()), "verifier": Block()}, "takes chains only"),
-        (
-            {"drafter": NGram(), "verify_length": 129, "max_length": 128},
-            "does not fit a max_length of 128",
-        ),
-    ],
-)
-def test_settings_out_of_range(target, settings, message):
-    with pytest.raises(SettingError, match=message):
-        ServingEngine(target, **settings)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A host loop around a `ShardedLoop`: admits requests, reads prompts, runs rounds to the end."""
+"""Rows on a mesh: an executor whose caller chooses the row of each request."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ import numpy as np
 import toy
 
 import jaxspec
-from jaxspec.cache import pages as kv
 from jaxspec.decode import sharded as sharding
-from jaxspec.decode.parts import RoundParts
-from jaxspec.decode.state import Admission
-from jaxspec.drafters.base import NoDrafter
-from jaxspec.schedulers import Static
-from jaxspec.types import EngineShape, Finish
-from jaxspec.verifiers import Coupled
+from jaxspec.engine.admission import make_admission
+from jaxspec.engine.config import EngineConfig, make_parts
+from jaxspec.engine.executor import Executor
+from jaxspec.requests.requests import Request, make_requests
+from jaxspec.types import Finish
 
-NUM_STOP = 4
 CHUNK = 64
-MAX_LENGTH = 256
 BATCH_SIZE = 2  # of a shard
 WINDOW = 5
 
@@ -34,107 +30,63 @@ def mesh(**sizes: int) -> jax.sharding.Mesh:
 
 
 def target(**changes):
-    return toy.model(vocab_size=64, num_kv_heads=4, **changes)
+    return toy.model(**{"vocab_size": 64, "num_kv_heads": 4, "num_layers": 1} | changes)
 
 
 def draft_model(**changes) -> jaxspec.DraftModel:
-    return jaxspec.DraftModel(
-        toy.model(**({"seed": 1, "vocab_size": 64, "num_kv_heads": 4, "num_layers": 1} | changes))
-    )
+    return jaxspec.DraftModel(target(**{"seed": 1} | changes))
 
 
-class Driver:
+class Driver(Executor):
     """Decodes requests on rows of the caller's choice."""
 
-    def __init__(self, mesh, drafter=None, *, model=None, scheduler=None, window=WINDOW):
-        self.target = target() if model is None else model
-        shape = EngineShape(
+    def __init__(self, mesh, drafter=None, *, model=None, max_length=256):
+        config = EngineConfig(
+            scheduler="static",
             batch_size=BATCH_SIZE,
-            max_length=MAX_LENGTH,
-            verify_length=window if drafter is not None else 1,
+            max_length=max_length,
             prefill_chunk=CHUNK,
-            vocab_size=self.target.vocab_size,
+            verify_length=None if drafter is None else WINDOW,
         )
-        parts = RoundParts(
-            target=self.target,
-            drafter=NoDrafter() if drafter is None else drafter,
-            verifier=Coupled(),
-            scheduler=Static() if scheduler is None else scheduler,
-            shape=shape,
-            num_stop_tokens=NUM_STOP,
+        super().__init__(
+            make_parts(target() if model is None else model, drafter, config), mesh=mesh
         )
-        self.loop = sharding.ShardedLoop(parts=parts, mesh=mesh)
-        jit = functools.partial(jax.jit, donate_argnums=1, out_shardings=self.loop.state_shardings)
-        self.admit, self.prefill = jit(self.loop.admit), jit(self.loop.prefill)
-        self.run = jit(self.loop.run)
-        self.params = self.loop.place(self.loop.params)
-        self.state = jax.jit(self.loop.init, out_shardings=self.loop.state_shardings)()
-
-    def programs(self):
-        return self.admit, self.prefill, self.run
 
     @functools.cache  # noqa: B019
     def compiled(self, name: str):
-        """One of the three programs."""
-        shards = np.zeros((self.loop.num_shards,), np.int32)
+        """One of the programs `admit`, `prefill` and `run`."""
+        shards = np.zeros((self.num_shards,), np.int32)
+        request = Request(
+            request_id="0", prompt_token_ids=(1,), params=jaxspec.SamplingParams(seed=0)
+        )
         arguments = {
-            "admit": (np.int32(0), self.seat([1], jaxspec.SamplingParams(), 4)),
+            "admit": (np.int32(0), make_admission(request, self.parts, draft_length=4)),
             "prefill": (shards, shards),
             "run": (np.int32(1), shards),
         }[name]
-        return getattr(self, name).lower(self.params, self.state, *arguments).compile()
-
-    def seat(self, prompt, params, draft_length) -> Admission:
-        tokens = np.zeros((MAX_LENGTH,), np.int32)
-        tokens[: len(prompt)] = prompt
-        values = (len(prompt), len(prompt) + params.max_tokens, Finish.MAX_TOKENS, draft_length)
-        length, limit, finish, draft_limit = map(np.int32, values)
-        return Admission(
-            tokens=tokens,
-            length=length,
-            limit=limit,
-            limit_finish=finish,
-            draft_limit=draft_limit,
-            stop_tokens=np.full((NUM_STOP,), -1, np.int32),
-            sampling=params.of_row(prompt_length=len(prompt)),
-            arrival=np.int32(0),
-        )
+        return self.programs[name].lower(self.params, self.state, *arguments).compile()
 
     def put(self, requests, *, draft_length=WINDOW - 1) -> None:
         """Requests (prompt, params), by row, into their rows; their prompts are read."""
-        chunks = [collections.deque() for _ in range(self.loop.num_shards)]
+        chunks = [collections.deque() for _ in range(self.num_shards)]
         for row, (prompt, params) in requests.items():
-            seat = self.seat(prompt, params, draft_length)
-            self.state = self.admit(self.params, self.state, np.int32(row), seat)
-            shard, local = divmod(row, self.loop.rows_per_shard)
-            chunks[shard].extend((local, start) for start in range(0, len(prompt) - 1, CHUNK))
+            [request] = make_requests(
+                [prompt], params, self.parts.target, longest=self.longest_prompt
+            )
+            self.admit(row, request, draft_length=draft_length)
+            chunks[self.shard_of(row)].extend(
+                (row, start) for start in range(0, len(prompt) - 1, CHUNK)
+            )
         while any(chunks):
-            reads = [shard.popleft() if shard else (-1, 0) for shard in chunks]
-            rows, starts = np.array(reads, np.int32).T
-            self.state = self.prefill(self.params, self.state, rows, starts)
+            self.prefill(dict(shard.popleft() for shard in chunks if shard))
 
     def generate(self, requests, *, draft_length=WINDOW - 1):
         """Output token ids of requests (prompt, params) by row."""
         self.put(requests, draft_length=draft_length)
-        ones = np.ones((self.loop.num_shards,), np.int32)
         while np.any(np.asarray(self.state.finish) == Finish.RUNNING):
-            self.state = self.run(self.params, self.state, np.int32(7), ones)
-        tokens, length = map(np.asarray, (self.state.tokens, self.state.num_committed))
+            self.run(7)
+        state = self.fetch("tokens", "num_committed")
         return {
-            row: tokens[row, len(prompt) : length[row]].tolist()
+            row: state.tokens[row, len(prompt) : state.num_committed[row]].tolist()
             for row, (prompt, _) in requests.items()
         }
-
-    def live_kv(self, row: int) -> list[np.ndarray]:
-        """K and V of the row's committed tokens in each layer, `[slots, K, H]`."""
-        length = int(self.state.num_committed[row]) - 1
-        shard = row // self.loop.rows_per_shard
-        cache = jax.device_get(self.state.cache)
-        pages_per_shard = cache.layers[0].k.shape[0] // self.loop.num_shards
-        table = cache.table[row : row + 1] + shard * pages_per_shard
-        slots = np.arange(length, dtype=np.int32)[None]
-        found = [
-            kv.read_slots(jax.tree.map(np.asarray, layer), table, slots, cache.dtype)
-            for layer in cache.layers
-        ]
-        return [np.asarray(values, np.float32)[0] for both in found for values in both]

@@ -1,5 +1,9 @@
-"""What `test_meshes` runs in a process of its own: `Engine(mesh=...)` on eight virtual devices."""
+"""What `test_meshes` runs in a process of its own: `Engine(mesh=...)` on eight virtual devices.
 
+Each program on a mesh takes seconds to compile, so what needs none of its own is asked of `four`.
+"""
+
+import functools
 import gc
 
 import door
@@ -38,15 +42,16 @@ PARAMS = [
 ]
 
 
-def target():
-    return toy.model(vocab_size=64, num_kv_heads=4)
+def small(*, seed=0, **changes):
+    """A model whose heads four devices can share."""
+    changes = {"num_layers": 1} | changes
+    return toy.model(seed=seed, vocab_size=64, num_kv_heads=4, **changes)
 
 
 def engine(mesh, scheduler=None, *, batch_size=8, layout="ragged"):
-    draft = jaxspec.DraftModel(toy.model(seed=1, vocab_size=64, num_kv_heads=4, num_layers=1))
     return Engine(
-        target(),
-        draft,
+        small(),
+        jaxspec.DraftModel(small(seed=1)),
         scheduler=scheduler,
         layout=layout,
         batch_size=batch_size,
@@ -162,7 +167,7 @@ def test_a_warm_up_leaves_nothing_to_compile():
         if event == "/jax/core/compile/backend_compile_duration":
             names.append(more.get("fun_name"))
 
-    model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
+    model = small()
     mesh = jax.make_mesh((2, 2), ("data", "model"))
     warm = Engine(model, jaxspec.NGram(), batch_size=4, max_length=128, prefill_chunk=64, mesh=mesh)
     jax.monitoring.register_event_duration_secs_listener(note)
@@ -207,24 +212,21 @@ def test_rows_are_shared_out_evenly(four):
 
 
 def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
-    other = toy.model(seed=5, vocab_size=64, num_kv_heads=4)
-    old = target().params
-    four.update_params(target=other.params)
+    four.update_params(target=small(seed=5).params)
     assert token_ids(four.generate(prompts, PARAMS)) != expected
-    four.update_params(target=old)
+    four.update_params(target=small().params)
     assert token_ids(four.generate(prompts, PARAMS)) == expected
     assert four.executor.compile_counts()["run"] == 1
 
 
 def test_a_tied_model_keeps_its_embedding_once_and_takes_new_weights(prompts):
-    kernels = default_kernels()
-    made = [
-        toy.model(seed=seed, vocab_size=64, num_kv_heads=4, is_tied=True, kernels=kernels)
-        for seed in (0, 5)
-    ]
+    made = [small(seed=seed, is_tied=True, kernels=default_kernels()) for seed in (0, 5)]
     drafter = jaxspec.DraftModel(made[0])
     shape = {"batch_size": 2, "max_length": 256, "prefill_chunk": 64}
-    alone = [Engine(each, drafter, **shape).generate(prompts, PARAMS) for each in made]
+    of_one, alone = Engine(made[0], drafter, **shape), []
+    for each in made:
+        of_one.update_params(target=each.params)
+        alone.append(of_one.generate(prompts, PARAMS))
     mesh = jax.make_mesh((1, 4), ("data", "model"))
     on_mesh = Engine(made[0], drafter, mesh=mesh, **shape)
     head = on_mesh.executor.params["target"]["embedding"].head
@@ -269,11 +271,15 @@ def test_meshes_that_do_not_fit_are_refused():
 
 
 def test_traces_are_those_of_one_device(prompts):
-    model = toy.model(vocab_size=64, num_kv_heads=4, num_layers=1)
     frames = []
     for mesh, batch_size in ((None, 2), (jax.make_mesh((2,), ("data",)), 4)):
         traced = Engine(
-            model, jaxspec.NGram(), batch_size=batch_size, max_length=256, mesh=mesh, trace="tokens"
+            small(),
+            jaxspec.NGram(),
+            batch_size=batch_size,
+            max_length=256,
+            mesh=mesh,
+            trace="tokens",
         )
         completions = traced.generate(prompts, SamplingParams(max_tokens=20))
         frames.append((completions.rounds(), completions.tokens()))
@@ -282,12 +288,6 @@ def test_traces_are_those_of_one_device(prompts):
         # The engine's rounds are counted by each shard for itself.
         ours, theirs = (frame.drop(columns="engine_round", errors="ignore") for frame in both)
         pandas.testing.assert_frame_equal(ours, theirs)
-
-
-def test_invariants_are_checked_on_one_device_only():
-    mesh = jax.make_mesh((4,), ("data",))
-    with pytest.raises(SettingError, match=r"check_invariants was given with a mesh"):
-        Engine(target(), batch_size=4, max_length=128, mesh=mesh, check_invariants=True)
 
 
 def test_a_mesh_of_some_devices_says_so(caplog):
@@ -365,7 +365,19 @@ def flex_sequential(model):
     return flex.random_flex(model, mode="sequential", num_deep_layers=1)
 
 
-@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+SHAPE = {"batch_size": 8, "max_length": 256, "prefill_chunk": 64}
+
+
+@functools.cache
+def plain_on(shape):
+    """A target of two layers, for drafters that live between them, its plain engine on a mesh, and
+    what that emits."""
+    model, mesh = small(num_layers=2), jax.make_mesh(shape, ("data", "model"))
+    plain = Engine(model, mesh=mesh, **SHAPE)
+    return model, plain, plain.generate(toy.prompts(LENGTHS), PARAMS)
+
+
+@pytest.mark.parametrize("shape", [(2, 2), pytest.param((4, 1), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize(
     "make",
     [
@@ -375,14 +387,10 @@ def flex_sequential(model):
 )
 def test_drafters_that_live_in_the_target_or_draft_trees_run_on_a_mesh(prompts, shape, make):
     """The target's shards serve the drafter too: its weights are counted, and held, once."""
-    mesh = jax.make_mesh(shape, ("data", "model"))
-    plain = Engine(target(), batch_size=8, max_length=256, prefill_chunk=64, mesh=mesh)
-    drafting = Engine(
-        target(), make(target()), batch_size=8, max_length=256, prefill_chunk=64, mesh=mesh
-    )
-    truth = plain.generate(prompts, PARAMS)
+    model, plain, truth = plain_on(shape)
+    drafting = Engine(model, make(model), mesh=plain.mesh, **SHAPE)
     found = drafting.generate(prompts, PARAMS)
-    ties.divergences(target(), found, truth, PARAMS)
+    ties.divergences(model, found, truth, PARAMS)
     assert sum(c.acceptance.num_draft_tokens for c in found) > 0
     if make is beam_tree:
         assert sum(c.acceptance.num_accepted_tokens for c in found) > 0
