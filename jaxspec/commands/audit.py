@@ -28,7 +28,7 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
@@ -103,7 +103,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
     def _run_controls(self, console: Console) -> dict[str, Any]:
         self._refuse("--controls", "the controls are separate runs", "outputs", "html")
         with working("loading the models") as status:
-            target = load_model(
+            target = load_packed(
                 self.target or "demo-target",
                 dtype=self.dtype,
                 kv_dtype=self.kv_dtype,
@@ -149,7 +149,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
         text, checksum = read_outputs_text(path)
         with working(f"loading {target_name}"):
             # The weights as the other system had them: rounded to its dtype, then exact.
-            target = load_model(
+            target = load_packed(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
         file = parse_outputs(text, target, name=str(path))
@@ -183,7 +183,7 @@ class AuditCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions, Dr
             check_draft_length(self.draft_length, self.verify_length)
         lines, inputs = self.read_prompts()
         with working(f"loading {target_name}"):
-            target = load_model(
+            target = load_packed(
                 target_name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)

@@ -30,7 +30,7 @@ from jaxspec.lab.bench.memory import MemoryBench
 from jaxspec.lab.bench.plots import plot_decode
 from jaxspec.lab.bench.program import ProgramBench
 from jaxspec.lab.studies.rounds import SchedulersBench
-from jaxspec.load.models import DEMO_MODELS, load_model
+from jaxspec.load.models import DEMO_MODELS, load_packed
 from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
@@ -65,7 +65,7 @@ class DecodeCommand(DecodeOptions):
         lines, inputs = load_prompts(self.prompts, self.limit)
         with working("") as status:
             status.update("loading the models")
-            target = load_model(self.target, dtype=self.dtype)
+            target = load_packed(self.target, dtype=self.dtype)
             if target.tokenizer is None and self.prompts is None:
                 drawn, inputs = random_prompts(target, self.limit, self.max_prompt_tokens), {}
                 prompts = [tuple(prompt) for prompt in drawn]

@@ -21,7 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.sessions import Session
 from jaxspec.errors import PromptError, SettingError
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.requests.completions import Completion, counted
 from jaxspec.requests.prompts import chat_template, json_object
 from jaxspec.requests.requests import Prompt
@@ -74,7 +74,7 @@ class ChatCommand(JsonOption, KvOptions, SamplingOptions, DrafterOptions):
         template = chat_template(self.chat_template)
         template_kwargs = json_object("--chat-template-kwargs", self.chat_template_kwargs)
         with working(f"loading {self.target}"):
-            target = load_model(
+            target = load_packed(
                 self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
             drafter = None if make_drafter is None else make_drafter(target)

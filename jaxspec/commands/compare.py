@@ -25,7 +25,7 @@ from jaxspec.commands.progress import working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.errors import SettingError
 from jaxspec.lab.compare import CONFIDENCE, METRICS, DrafterComparison, Interval, compare
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
@@ -75,7 +75,7 @@ class CompareCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions):
         lines, inputs = self.read_prompts()
         each = self.sampling_params()
         with working("loading the models") as status:
-            target = load_model(
+            target = load_packed(
                 self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
             drafters = {

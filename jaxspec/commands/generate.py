@@ -36,7 +36,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import MakeDrafter
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.completions import ORIGIN_STYLES, Completion, Completions
@@ -167,7 +167,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
         """Loads the models and completes the prompts; returns fields of the JSON document."""
         started_s = time.perf_counter()
         with working(f"loading {self.target}"):
-            target = load_model(
+            target = load_packed(
                 self.target, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify
             )
         encoded = encode_prompts(

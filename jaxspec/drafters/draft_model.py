@@ -34,7 +34,7 @@ from jaxspec.drafters.growth import Tree
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
-from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
+from jaxspec.models.base import LanguageModel, Model, packed_model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
 from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, number, whole_number
@@ -240,8 +240,9 @@ class DraftModel(Drafter):
         )
 
     def for_target(self, target: Model) -> DraftModel:
-        """The same draft model, which drafts only ids that stand for the same token in both."""
+        """The same draft model, packed, which drafts only ids that stand for one token in both."""
         bound = copy.copy(self)
+        object.__setattr__(bound, "model", packed_model(self.model))
         different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
         object.__setattr__(bound, "excluded", tuple(different))
         return bound

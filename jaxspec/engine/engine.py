@@ -52,7 +52,8 @@ class Engine:
     shard; between meshes it may differ by rounding.
 
     Args:
-      target: the model to decode with; a name is passed to `load_model`.
+      target: the model to decode with; a name is passed to `load_model`. On a CPU a model that you
+        loaded yourself is kept beside the packed copy that the engine decodes with.
       drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
         model, or `package.module:factory`. None and `none` decode plainly, one token per step.
       settings: those of `EngineConfig`, all of which have defaults: `batch_size`, `max_length`,
@@ -90,9 +91,10 @@ class Engine:
         **settings: Unpack[EngineSettings],
     ):
         self.config = config = EngineConfig(**settings)
-        self.target = target = as_model(target)
+        target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         self.executor = executor_of(target, drafter, config)
+        self.target = self.executor.parts.target
         parts = self.executor.parts
         self.verifier, self.scheduler = parts.verifier, parts.scheduler
         warn_of_unused(
@@ -445,20 +447,18 @@ class Engine:
     # The engine's own life.
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
-        """Replaces the weights of the target, the draft model or both by others with the structure
-        of `engine.target.params` and `engine.drafter.params`, or as they are stored
-        (`jaxspec.kernels.base.unpacked` turns the one into the other, `LanguageModel.pack` turns it
-        back); nothing is recompiled. A tied model needs no `head`; one that is given must be the
-        embedding's.
+        """Replaces the weights of the target, the draft model or both by others, plain arrays like
+        `LanguageModel.params` or packed ones like `engine.target.params`; nothing is recompiled. A
+        tied model needs no `head`; one that is given must be the embedding's.
 
         The KV of sessions and common prefixes is dropped, and a logged warning says how much;
         sessions prefill it again with their next turn. With `draft_length="auto"` the acceptance
         seen so far is forgotten, and drafting begins again.
 
-        Arrays that are on the engine's device are not copied. If they are deleted later, such as by
-        a step of training that they are donated to, requests are refused until this was called
-        with others. Requests that had begun by then end with the stop reason `device failure`;
-        those that were waiting are decoded with the new weights.
+        Arrays that are on the engine's device and need no packing are not copied. If they are
+        deleted later, such as by a step of training that they are donated to, requests are refused
+        until this was called with others. Requests that had begun by then end with the stop reason
+        `device failure`; those that were waiting are decoded with the new weights.
 
         Raises:
           RequestError: requests are unfinished.

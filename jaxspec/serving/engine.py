@@ -169,9 +169,10 @@ class ServingEngine:
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
         config = EngineConfig(scheduler="static", draft_length=draft_length, **settings)
-        self.target = target = as_model(target)
+        target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         parts = make_parts(target, drafter, config)
+        self.target = parts.target
         warn_of_long_rows(target, drafter, config.max_length)
         self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)

@@ -32,7 +32,7 @@ from jaxspec.lab.bench.measure import case, over_outputs, random_prompts, tiny_c
 from jaxspec.lab.bench.roofline import forward_pass, measure_ceilings
 from jaxspec.lab.bench.stages import forward_runs
 from jaxspec.lab.cost import model as cost
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, with_kv_dtype
 from jaxspec.models.config import ModelConfig
@@ -172,7 +172,7 @@ def parse_batches(text: str) -> list[int]:
 def _model_config(name: str) -> ModelConfig:
     """The architecture of a preset (with or without `random:`), or of a model."""
     preset = name.removeprefix("random:")
-    return PRESETS[preset] if preset in PRESETS else load_model(name).config
+    return PRESETS[preset] if preset in PRESETS else load_packed(name).config
 
 
 # ---- forward passes
@@ -257,7 +257,7 @@ def kernels(
     default_kernels()  # the document names them, and their family of instructions
     results = []
     for dtype in DTYPES:
-        xla, native = (load_model(target, dtype=dtype, kernels=name) for name in ("xla", "native"))
+        xla, native = (load_packed(target, dtype=dtype, kernels=name) for name in ("xla", "native"))
         weight_bytes = forward_pass(xla, batch=1, window=1, context=1).weight_bytes
         ceilings = measure_ceilings(weight_bytes, xla.dtype)
         models = {"xla": xla, "native": native}
@@ -295,7 +295,7 @@ def kv(
     """
     results = []
     for dtype in DTYPES:
-        own = load_model(target, dtype=dtype)
+        own = load_packed(target, dtype=dtype)
         models = {"int8": with_kv_dtype(own, "int8"), "own": own}
         for found, _ in time_passes(models, batch_sizes, windows, contexts):
             results.append({"dtype": dtype, "kernels": own.kernels, **found})
@@ -336,7 +336,7 @@ def forward(
 
     results = []
     for name in ("native", "xla"):
-        model = load_model(target, kernels=name)
+        model = load_packed(target, kernels=name)
         models = {"tree": model, "chain": model}
         for found, _ in time_passes(models, batch_sizes, windows, contexts, parents):
             results.append({"kernels": name, **found})
@@ -370,7 +370,7 @@ def prefill(
       draft: Its draft model, named in the same way.
       chunks: Prompt tokens per prefill call.
     """
-    model, drafter, results = load_model(target), DraftModel(load_model(draft)), []
+    model, drafter, results = load_packed(target), DraftModel(load_packed(draft)), []
     for chunk in chunks:
         engine = Engine(
             model,
@@ -453,8 +453,8 @@ def sessions(
             "give histories that are longer than the answer."
         )
     engine = Engine(
-        load_model(target),
-        DraftModel(load_model(draft)),
+        load_packed(target),
+        DraftModel(load_packed(draft)),
         draft_length=DRAFT_LENGTH,
         batch_size=1,
         scheduler="static",  # one row: another request has to take that of the session
@@ -566,7 +566,7 @@ def verifiers(
       draft: Its draft model, named in the same way.
       temperature: Temperature of target and draft.
     """
-    model, draft_model = load_model(target), load_model(draft)
+    model, draft_model = load_packed(target), load_packed(draft)
     drafter, lines = DraftModel(draft_model), sample_prompts()
     prompts = [line.prompt for line in lines]
     params = [

@@ -23,7 +23,6 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError
-from jaxspec.kernels.base import unpacked
 from jaxspec.lab.bench.measure import PairBench
 from jaxspec.lab.studies import published
 from jaxspec.load.models import cached_models, load_model
@@ -283,7 +282,7 @@ def identity(name: str, model: Model) -> dict[str, Any]:
     """Identifies a checkpoint: a digest of its parameters as they are used, and the revision if it
     was downloaded."""
     digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(unpacked(model.params)):
+    for path, leaf in jax.tree_util.tree_leaves_with_path(model.params):
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode())
         digest.update(np.asarray(leaf).tobytes())
     return {
