@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -383,9 +383,10 @@ class LanguageModel:
 # The packed copy of each model that some engine has. Neither is kept alive.
 _packed: weakref.WeakKeyDictionary[LanguageModel, weakref.ref[LanguageModel]]
 _packed = weakref.WeakKeyDictionary()
+_Given = TypeVar("_Given", bound=Model)
 
 
-def packed_model(model: Model) -> Model:
+def packed_model(model: _Given) -> _Given:
     """The model with its parameters as `LanguageModel.pack` returns them, for an engine.
 
     All engines of a model share this copy, and it is freed with the last of them. What needs no
@@ -394,7 +395,7 @@ def packed_model(model: Model) -> Model:
     if not isinstance(model, LanguageModel):
         return model
     known = _packed.get(model)
-    found = None if known is None else known()
+    found: Any = None if known is None else known()
     if found is None:
         params = model.pack(model.params)
         before, after = jax.tree.leaves(model.params), jax.tree.leaves(params)

@@ -376,7 +376,7 @@ class Branches(jaxspec.Drafter):
 
 
 DRAFT = toy.model(seed=9, width=24, **SMALL)
-TREE = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1)))
+TREE = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1)))
 
 
 def sure():
@@ -403,7 +403,9 @@ DRAFTERS = {
     "DraftModel": lambda: jaxspec.DraftModel(DRAFT),
     "DraftModel that ends drafts early": lambda: jaxspec.DraftModel(DRAFT, 0.25),
     "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
-    "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
+    "DraftModel of a beam tree": lambda: jaxspec.DraftModel(
+        DRAFT, tree=jaxspec.trees.BeamTree(2, 2, 4)
+    ),
     "Heads": lambda: heads.random_heads("clover", BASE),
     "Heads of a fixed shape": lambda: heads.random_heads("medusa", BASE, tree=TREE),
     "FlexDraft": lambda: flex.random_flex(native(), mode="parallel"),
@@ -411,8 +413,8 @@ DRAFTERS = {
         BASE, mode="sequential", num_deep_layers=1
     ),
     "NGram": lambda: jaxspec.NGram(1, 3),
-    "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
-    "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
+    "Oracle": lambda: jaxspec.testing.Oracle(truth(), acceptance=0.7),
+    "Oracle with cost": lambda: jaxspec.testing.Oracle(truth(), cost_of=RepeatLast()),
     "one that samples": lambda: Bigram(),
     "one of trees": lambda: Branches(),
 }
@@ -430,7 +432,7 @@ SELDOM = {
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    assert exported - {"Drafter", "TrainedDrafter"} <= set(DRAFTERS)
+    assert exported - {"Drafter"} <= set(DRAFTERS)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.base import Model
+from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Draft, chain_parents
 
@@ -133,7 +134,7 @@ def test_a_foreign_model_that_forgets_to_write_first_is_caught():
 
 @pytest.mark.system
 def test_a_preset_builds_and_decodes_at_reduced_size():
-    for name, config in jaxspec.PRESETS.items():
+    for name, config in PRESETS.items():
         small = dataclasses.replace(
             config,
             num_layers=2,
@@ -145,7 +146,7 @@ def test_a_preset_builds_and_decodes_at_reduced_size():
         target = jaxspec.random_model(small, dtype=jnp.float32)
         [completion] = Engine(target, batch_size=1, max_length=128).generate([[1, 2, 3]])
         assert len(completion.token_ids) == 16, name
-    with pytest.raises(jaxspec.JaxspecError, match="no preset 'gpt-2'"):
+    with pytest.raises(jaxspec.errors.JaxspecError, match="no preset 'gpt-2'"):
         jaxspec.random_model("gpt-2")
     shapes = jax.eval_shape(lambda: jaxspec.random_model("qwen3-0.6b").params)
     assert sum(x.size for x in jax.tree.leaves(shapes)) > 0.59e9

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import BeamTree, DraftModel, Engine, Oracle, SamplingParams, StaticTree
+from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.drafters.draft_tree import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
@@ -27,7 +27,8 @@ from jaxspec.sampling import (
     request_key,
     round_keys,
 )
-from jaxspec.testing import check_drafter
+from jaxspec.testing import Oracle, check_drafter
+from jaxspec.trees import BeamTree, StaticTree
 from jaxspec.types import BatchView, EngineShape, Verdict
 
 MODEL = toy.model(seed=9, width=24, num_layers=1)

@@ -25,6 +25,7 @@ from jaxspec.kernels.base import attention_inputs, unpacked
 from jaxspec.models import decoder, layers
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import chain_window
+from jaxspec.models.registry import PRESETS
 from jaxspec.requests.requests import Request
 
 MODES = ("parallel", "sequential")
@@ -631,7 +632,7 @@ def test_the_aligned_layout_is_refused(target):
 
 def test_the_papers_sizes():
     """Qwen3-8B: 16 mask rows, 10 of 36 layers, a calibrator of rank 512."""
-    preset = jaxspec.PRESETS["qwen3-8b"]
+    preset = PRESETS["qwen3-8b"]
     config = flex_config(preset)
     assert (config.block_size, config.num_deep_layers, config.rank) == (16, 10, 512)
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=decoder.is_shape)

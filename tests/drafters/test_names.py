@@ -54,7 +54,7 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     assert early.min_confidence == 0.25
     kept = load_drafter(path, TARGET, tree="2x3:5", kv_window=256, kv_dtype="int8")
     assert isinstance(kept, jaxspec.DraftModel)
-    assert kept.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
+    assert kept.tree == jaxspec.trees.BeamTree(width=2, depth=3, nodes=5)
     assert (kept.kv_window, kept.kv_sinks, kept.model.kv_dtype) == (256, 4, "int8")
     assert load_drafter(path, TARGET, tree=kept.tree).tree == kept.tree
     assert load_drafter(path, TARGET, tree="mc_sim_7b_63").tree.num_nodes == 63
@@ -79,7 +79,7 @@ def test_heads_are_named_by_their_directory(tmp_path, monkeypatch):
     for name, tree in {
         8: BudgetTree(nodes=8, depth=2),
         "8": BudgetTree(nodes=8, depth=2),
-        "4x2:16": jaxspec.BeamTree(4, 2, 16),
+        "4x2:16": jaxspec.trees.BeamTree(4, 2, 16),
         "chain": None,
     }.items():
         assert load_drafter(path, TARGET, tree=name).tree == tree
@@ -230,6 +230,6 @@ def test_more_tokens_than_fit_are_warned_of_once():
     assert (len(fits.token_ids), fits.stop_reason) == (room, None)
     assert (len(cut.token_ids), cut.stop_reason) == (room, "max_length")
     [warning] = caught
-    assert warning.category is jaxspec.JaxspecWarning
+    assert warning.category is jaxspec.errors.JaxspecWarning
     assert f"asks for {room + 9} tokens" in str(warning.message)
     assert f"max_length of 128 leaves room for {room} after its prompt of 2" in str(warning.message)

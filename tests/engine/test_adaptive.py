@@ -953,7 +953,7 @@ def test_new_weights_are_tried_at_once(make, target):
 @pytest.mark.parametrize("drafts", ["right", pytest.param("wrong", marks=pytest.mark.system)])
 def test_an_engine_chooses_the_number_of_nodes(make, target, plain, drafts):
     model = target if drafts == "right" else wrong().model
-    beams = jaxspec.DraftModel(model, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
+    beams = jaxspec.DraftModel(model, tree=jaxspec.trees.BeamTree(width=2, depth=2, nodes=4))
     made = make(beams, draft_length="auto", exactness="ties")
     assert (made.draft_length, made.shape.tree_depth, made.verify_lengths) == (4, 2, (1, 3, 5))
     seconds = {0: 1, 2: 1.2, 4: 1.4}
@@ -1043,7 +1043,7 @@ def test_single_requests_adapt_too(adaptive_engine, target, plain):
 
 @pytest.fixture(scope="module")
 def oracle_engine(make, plain):
-    oracle = jaxspec.Oracle(toy.sequences(plain), acceptance=0.8)
+    oracle = jaxspec.testing.Oracle(toy.sequences(plain), acceptance=0.8)
     return make(oracle, draft_length=4, exactness="ties", trace="tokens")
 
 

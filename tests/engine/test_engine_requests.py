@@ -14,18 +14,9 @@ import pytest
 import tiny
 import toy
 
-from jaxspec import (
-    DraftModel,
-    Engine,
-    NGram,
-    PromptError,
-    QueueFullError,
-    RequestError,
-    SamplingParams,
-    SettingError,
-    Static,
-)
+from jaxspec import DraftModel, Engine, NGram, SamplingParams, Static
 from jaxspec.engine import core
+from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.tokenizer import TextStream, TextTokenizer

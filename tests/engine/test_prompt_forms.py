@@ -9,8 +9,9 @@ import pytest
 import tiny
 
 import jaxspec
-from jaxspec import Engine, NGram, PromptError, SamplingParams, SettingError
+from jaxspec import Engine, NGram, SamplingParams
 from jaxspec.audit import self_audit
+from jaxspec.errors import PromptError, SettingError
 from jaxspec.lab import compare
 from jaxspec.serving.engine import ServingEngine
 

@@ -15,21 +15,12 @@ import tiny
 import toy
 
 import jaxspec
-from jaxspec import (
-    DraftModel,
-    Engine,
-    Heads,
-    NGram,
-    PromptError,
-    QueueFullError,
-    RequestError,
-    SamplingParams,
-    SettingError,
-)
+from jaxspec import DraftModel, Engine, Heads, NGram, SamplingParams
 from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.row_store import ROW_PROGRAMS
+from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
 
 CHUNK = 16
 SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": CHUNK, "draft_length": 3}
@@ -109,7 +100,7 @@ DRAFTERS = {
     "plain": lambda target: None,
     "ngram": lambda target: NGram(1, 3),
     "draft tree": lambda target: DraftModel(
-        toy.model(seed=1, num_layers=1), tree=jaxspec.BeamTree(width=2, depth=2, nodes=4)
+        toy.model(seed=1, num_layers=1), tree=jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)
     ),
     "clover": lambda target: heads.random_heads("clover", target),
     "clover2": lambda target: heads.random_heads("clover2", target),

@@ -36,7 +36,7 @@ WINDOW = 6
 FLEX = {"block_size": WINDOW + 1, "num_deep_layers": 1, "confidence": 0.0}
 
 
-FIXED = jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+FIXED = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 
 
 def stranger(target):
@@ -52,13 +52,13 @@ DRAFTERS = {
         stranger(target), 0.25
     ),
     "DraftModel of the target, a beam tree": lambda target, _: jaxspec.DraftModel(
-        target, tree=jaxspec.BeamTree(3, 3, WINDOW)
+        target, tree=jaxspec.trees.BeamTree(3, 3, WINDOW)
     ),
     "DraftModel, a fixed shape": lambda target, _: jaxspec.DraftModel(stranger(target), tree=FIXED),
     "NGram": lambda *_: jaxspec.NGram(1, 3),
     "NGram of three branches": lambda *_: jaxspec.NGram(1, 3, branches=3),
-    "Oracle": lambda _, truth: jaxspec.Oracle(truth, acceptance=0.7),
-    "Oracle with cost": lambda target, truth: jaxspec.Oracle(
+    "Oracle": lambda _, truth: jaxspec.testing.Oracle(truth, acceptance=0.7),
+    "Oracle with cost": lambda target, truth: jaxspec.testing.Oracle(
         truth, acceptance=0.5, cost_of=jaxspec.DraftModel(stranger(target))
     ),
     "always wrong": lambda *_: toy.WrongDrafter(),
@@ -71,7 +71,7 @@ DRAFTERS = {
     "Heads of Hydra, a chain": lambda target, _: heads.random_heads("hydra", target, tree="chain"),
     "Heads of Clover, a budget": lambda target, _: heads.random_heads("clover", target),
     "Heads of Clover-2, a beam tree": lambda target, _: heads.random_heads(
-        "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
+        "clover2", target, tree=jaxspec.trees.BeamTree(2, 3, WINDOW)
     ),
     "FlexDraft, parallel": lambda target, _: flex.random_flex(target, mode="parallel", **FLEX),
     "FlexDraft, sequential": lambda target, _: flex.random_flex(target, mode="sequential", **FLEX),
@@ -110,8 +110,8 @@ TABLE = [
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    exported -= {"Drafter", "TrainedDrafter"}
-    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram", "Oracle"}
+    exported -= {"Drafter"}
+    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram"}
     assert exported <= {name.split()[0].rstrip(",") for name in DRAFTERS}
     target = toy.model()
     for make in DRAFTERS.values():
@@ -300,7 +300,7 @@ def sound():
     """A target, prompts with their plain continuations, and an engine that gives these."""
     target, prompts = toy.model(), toy.prompts(LENGTHS[:4])
     reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    engine = engine_for(target, jaxspec.Oracle(toy.sequences(reference), acceptance=0.5))
+    engine = engine_for(target, jaxspec.testing.Oracle(toy.sequences(reference), acceptance=0.5))
     assert token_ids(engine.generate(prompts, PARAMS)) == token_ids(reference)
     return engine, prompts, reference
 

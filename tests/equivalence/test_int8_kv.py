@@ -132,9 +132,9 @@ def test_a_request_does_not_depend_on_neighbours_row_or_order(setting):
     ("tree", "draft_kv_dtype"),
     [
         (None, None),
-        (jaxspec.BeamTree(3, 3, 6), "int8"),
+        (jaxspec.trees.BeamTree(3, 3, 6), "int8"),
         pytest.param(None, "int8", marks=pytest.mark.slow),
-        pytest.param(jaxspec.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
+        pytest.param(jaxspec.trees.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
     ],
 )
 def test_target_and_draft_model_have_each_their_own(setting, tree, draft_kv_dtype):
@@ -182,7 +182,7 @@ def test_flexdraft_and_heads_draft_for_such_a_target(setting):
 @few_settings
 def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     target, prompts, reference = setting
-    oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.6)
+    oracle = jaxspec.testing.Oracle(toy.sequences(reference), acceptance=0.6)
     engine = Engine(target, oracle, **SHAPE, layout="aligned", draft_length=3)
     alike = [prompt[:30] for prompt in prompts[:BATCH_SIZE]]
     drafted = engine.generate(alike, PARAMS[0])

@@ -190,7 +190,7 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
 
 
-STATIC = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+STATIC = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 HEADS = [("medusa", "chain"), ("medusa", STATIC), ("clover", "chain"), ("clover", STATIC)]
 
 

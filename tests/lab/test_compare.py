@@ -34,8 +34,8 @@ def drafters(target):
     known = toy.sequences(plain)
     return {
         "none": None,
-        "always wrong": jaxspec.Oracle(known, acceptance=0.0),
-        "always right": jaxspec.Oracle(known, acceptance=1.0),
+        "always wrong": jaxspec.testing.Oracle(known, acceptance=0.0),
+        "always right": jaxspec.testing.Oracle(known, acceptance=1.0),
     }
 
 
@@ -233,7 +233,7 @@ def test_degenerate_samples_have_honest_intervals():
 def test_mistakes_are_refused(target, changes, sentence):
     given = {"drafters": {"none": None, "ngram": jaxspec.NGram()}, "prompts": PROMPTS} | changes
     drafters, prompts = given.pop("drafters"), given.pop("prompts")
-    with pytest.raises(jaxspec.SettingError, match=sentence):
+    with pytest.raises(jaxspec.errors.SettingError, match=sentence):
         compare(target, drafters, prompts, **given)
 
 

@@ -655,7 +655,7 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     search = dataclasses.replace(NODES, draft_lengths=(length,))
     found = plan_with(draft_model(**options), acceptance=BY_NODE, search=search, context=300)
     assert found.settings.draft_length == length
-    assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
+    assert "tree=jaxspec.trees.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
     check_whole(found, target, draft_model(**options))
     json.dumps(found.to_json())
     with pytest.raises(SettingError, match="The plan has tree="):

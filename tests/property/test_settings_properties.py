@@ -24,22 +24,16 @@ from hypothesis import strategies as st
 
 import jaxspec
 from jaxspec import (
-    BeamTree,
-    BudgetTree,
     Continuous,
     Coupled,
     DraftModel,
     Engine,
     Heads,
-    JaxspecError,
     NGram,
-    Oracle,
     Pool,
     SamplingParams,
     Session,
-    StaticTree,
     Typical,
-    best_static_tree,
 )
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import Output, OutputsFile
@@ -48,9 +42,12 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.config import EngineSettings, ServingSettings
 from jaxspec.engine.executor import make_executor
+from jaxspec.errors import JaxspecError
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.values import shown
 from jaxspec.serving import ServingEngine
+from jaxspec.testing import Oracle
+from jaxspec.trees import BeamTree, BudgetTree, StaticTree, best_static_tree
 
 LIMIT_S = 1.0  # of this process's own time, which other processes do not lengthen
 LONGEST_MESSAGE = 700
@@ -269,7 +266,7 @@ def every_door():
         "Coupled": (Coupled, None, "", {}),
         "Search": (Search, None, "", {}),
         "compare": (jaxspec.compare, None, "prompts", {**compared, "on_stage": stop}),
-        "plan_memory": (jaxspec.plan_memory, None, "", {**planned, "say": stop}),
+        "plan_memory": (jaxspec.planning.plan_memory, None, "", {**planned, "say": stop}),
         "audit_engine": (
             audit_engine,
             None,

@@ -8,7 +8,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec import SamplingParams, SettingError
+from jaxspec import SamplingParams
+from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import as_sampling_params
 
 NUMBERS = {

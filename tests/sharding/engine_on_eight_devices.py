@@ -346,7 +346,7 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
 
 
 def beam_tree(model):
-    return jaxspec.DraftModel(model, tree=jaxspec.BeamTree(2, 3, 6))
+    return jaxspec.DraftModel(model, tree=jaxspec.trees.BeamTree(2, 3, 6))
 
 
 def clover_budget(model):
