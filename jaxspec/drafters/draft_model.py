@@ -36,7 +36,6 @@ from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, packed_model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -69,7 +68,6 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     num_written: jax.Array | None = None
 
 
-@refuse_other_names
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class DraftModel(Drafter):
     """Drafts with another model that shares the target's tokenizer, with each row's own sampling

@@ -13,7 +13,7 @@ from jaxspec.engine.adaptive import AdaptiveDrafting, FixedDrafting
 from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, executor_of
-from jaxspec.engine.intake import Intake, as_chat_template
+from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
@@ -28,14 +28,12 @@ from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.environment import autotuned, noted_kernels
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_callable, check_kind, flag, text
 from jaxspec.types import DecodeState, PyTree
 
 _log = logging.getLogger(__name__)
 
 
-@refuse_other_names
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
@@ -168,7 +166,6 @@ class Engine:
 
     # Lists of requests.
 
-    @refuse_other_names
     def generate(
         self,
         prompts: Sequence[Prompt] | Prompt,
@@ -257,12 +254,8 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
         session: Session | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> str:
         """Queues a request, to be decoded by `step`; returns its id. Any thread may call it.
 
@@ -281,16 +274,7 @@ class Engine:
           RequestError: the id is taken; the engine was shut down, or its weights were deleted; or
             the session is closed, another engine's, or its last turn has not ended.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        )
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings)
         if session is None:
             self.queue.add(ticket)
         else:
@@ -333,27 +317,14 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> Generator[StreamOutput, None, None]:
         """Yields what a request emits, as it is emitted; the last piece holds the completion.
 
         Takes the arguments of `submit`, and raises the same errors, when it is called. Other
         requests are decoded alongside. Closing the iterator cancels the request.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        ).streamed()
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
         self.queue.add(ticket)
         return self._core.stream(ticket)
 
@@ -363,26 +334,13 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
         and share the steps; another event loop is refused with a `RequestError`. Where `stream`
         raises `QueueFullError`, this waits for a place in the queue.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        ).streamed()
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
         return self._core.astream(ticket)
 
     # Conversations, and prefixes that prompts share.
@@ -548,7 +506,8 @@ def _shown(described: Mapping[str, Any]) -> str:
 
 def _described(engine: Engine) -> dict[str, Any]:
     """Shape and promise of an engine."""
-    drafter = engine.drafter
+    drafter, kernels = engine.drafter, getattr(engine.target, "kernels", None)
+    noted = noted_kernels()
     return {
         "target": engine.target.name,
         "drafter": drafter.name if drafter else "none",
@@ -564,9 +523,9 @@ def _described(engine: Engine) -> dict[str, Any]:
         "exactness": engine.exactness,
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
-        "kernels": getattr(engine.target, "kernels", None),
-        "kernels_family": family_of(getattr(engine.target, "kernels", None)),
-        "kernels_fallback": noted_kernels()["kernels_fallback"],
+        "kernels": kernels,
+        "kernels_family": family_of(kernels),
+        "kernels_fallback": noted["kernels_fallback"] if kernels == noted["kernels"] else None,
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),
         **dataclasses.asdict(engine.memory),

@@ -48,13 +48,11 @@ from jaxspec.runtime.directories import (
 )
 from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, flag, text
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
 
 
-@refuse_other_names
 def load_model(
     src: str | os.PathLike,
     *,

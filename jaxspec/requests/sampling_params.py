@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import (
     LARGEST_COUNT,
     flag,
@@ -32,7 +31,6 @@ LARGEST_BIAS = 100.0  # in either direction, as in OpenAI's API
 _TEMPERATURE = f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
 
 
-@refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded, under vLLM's names, and with vLLM's defaults except that of

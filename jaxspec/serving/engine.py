@@ -63,7 +63,6 @@ from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, whole_number
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
@@ -114,7 +113,6 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     num_accepted: jax.Array
 
 
-@refuse_other_names
 class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds.
 

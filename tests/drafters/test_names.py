@@ -1,4 +1,4 @@
-"""Drafters by name, and names of other libraries."""
+"""Drafters by name."""
 
 import json
 import warnings
@@ -15,7 +15,6 @@ from jaxspec.drafters.trees import BudgetTree
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.load.drafters import choose_drafter, load_drafter, make_drafter, parse_drafter
 from jaxspec.models import decoder
-from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
 from jaxspec.verifiers import VERIFIERS, make_verifier
 
@@ -169,24 +168,6 @@ def test_verifiers_and_schedulers_by_name():
     assert {type(make_verifier(name)).__name__.lower() for name in VERIFIERS} == {
         name.partition(":")[0] for name in VERIFIERS
     }
-
-
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [(jaxspec.NGram, "NGram"), (jaxspec.DraftModel, "DraftModel"),
-     (jaxspec.SamplingParams, "SamplingParams"), (jaxspec.load_model, "load_model"),
-     (lambda **wrong: jaxspec.Engine(TARGET, **wrong), "Engine"),
-     (lambda **wrong: jaxspec.Engine.generate(None, [[1]], **wrong), "Engine.generate")],
-)  # fmt: skip
-def test_names_of_other_libraries_are_refused_with_ours(call, name):
-    for theirs, ours in OTHER_NAMES[name].items():
-        with pytest.raises(SettingError) as error:
-            call(**{theirs: 1})
-        assert str(error.value) == (
-            f"{name} was given {theirs}, another library's name; use {ours}."
-        )
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        call(nonsense=1)
 
 
 def test_what_is_printed_of_parts():
