@@ -33,6 +33,7 @@ ROOMS = [
     ("serving", "prefill, insert, generate, free"),
     ("training, audit, conformance, testing", "draft models; proofs, also of a user's own parts"),
     ("lab", "costs, plans, comparisons, plots, measurements, studies"),
+    ("planning, trees", "names of `lab` and `drafters` for users"),
     ("commands", "one module per command"),
     ("cli", "the command line"),
     ("__init__, __main__, convert.__main__", ""),

@@ -17,8 +17,8 @@ import toy
 from jaxspec import DraftModel, Engine, NGram, SamplingParams, Static
 from jaxspec.engine import core
 from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
-from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.models.base import packed_model
 from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 BATCH_SIZE = 2
@@ -411,10 +411,10 @@ def test_other_weights_of_tied_models_bring_their_own_head(kernels):
         )
     ]
     engine = Engine(made[0], DraftModel(made[1]), **shape)
-    stored = [unpacked(model.params) for model in made]
+    stored = [model.params for model in made]
     assert "head" not in stored[0]  # as `save_model` writes it
     with_heads = [{**each, "head": each["embedding"].T} for each in stored]
-    packed = [model.params for model in made]
+    packed = [packed_model(model).params for model in made]
     for forms in (stored, with_heads, packed):
         for pair in (1, 0):
             engine.update_params(target=forms[2 * pair], draft=forms[2 * pair + 1])

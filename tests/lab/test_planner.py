@@ -35,6 +35,7 @@ from jaxspec.lab.plan import planner, request
 from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, doubling, model_axes
+from jaxspec.models.base import packed_model
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled, Rejection
@@ -456,7 +457,7 @@ def test_no_plan_takes_less_than_the_smallest_that_works(monkeypatch):
 
     monkeypatch.setattr(planner, "bytes_of", compile_one)
     with pytest.raises(SettingError, match="the smallest that works is") as refused:
-        plan_memory(target, None, num_bytes(target.params) + 1, **options)
+        plan_memory(target, None, num_bytes(packed_model(target).params) + 1, **options)
     least = int(str(refused.value).split(" bytes), with")[0].split("(")[-1])
     assert "batch 1, max_length 384, no drafter" in str(refused.value)
     assert plan_memory(target, None, least, **options).chosen.bytes.total_bytes == least
