@@ -21,6 +21,7 @@ _EXPORTS = {
     "drafters.flexdraft.drafter": "FlexDraft",
     "drafters.heads.drafter": "Heads",
     "drafters.ngram": "NGram",
+    "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
     "engine.queue": "StreamOutput",
     "engine.sessions": "Session",
@@ -34,19 +35,13 @@ _EXPORTS = {
     "requests.sampling_params": "SamplingParams",
     "runtime.compilation": "enable_compilation_cache",
     "schedulers": "Continuous Pool Static",
-    "telemetry.counters": "Acceptance",
     "verifiers": "Block Coupled Rejection Typical",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
-# Names for fewer users: `jaxspec.trees.BeamTree`, `jaxspec.errors.SettingError`.
 _SUBMODULES = ("errors", "planning", "serving", "testing", "trees", "types")
 
 if TYPE_CHECKING:
     from jaxspec import errors as errors
-    from jaxspec import planning as planning
-    from jaxspec import serving as serving
-    from jaxspec import testing as testing
-    from jaxspec import trees as trees
     from jaxspec import types as types
     from jaxspec.audit.external import audit_outputs as audit_outputs
     from jaxspec.audit.self_audit import audit_engine as audit_engine
@@ -56,6 +51,7 @@ if TYPE_CHECKING:
     from jaxspec.drafters.flexdraft.drafter import FlexDraft as FlexDraft
     from jaxspec.drafters.heads.drafter import Heads as Heads
     from jaxspec.drafters.ngram import NGram as NGram
+    from jaxspec.drafters.oracle import Oracle as Oracle
     from jaxspec.engine.engine import Engine as Engine
     from jaxspec.engine.queue import StreamOutput as StreamOutput
     from jaxspec.engine.sessions import Session as Session
@@ -75,7 +71,6 @@ if TYPE_CHECKING:
     from jaxspec.schedulers import Continuous as Continuous
     from jaxspec.schedulers import Pool as Pool
     from jaxspec.schedulers import Static as Static
-    from jaxspec.telemetry.counters import Acceptance as Acceptance
     from jaxspec.verifiers import Block as Block
     from jaxspec.verifiers import Coupled as Coupled
     from jaxspec.verifiers import Rejection as Rejection

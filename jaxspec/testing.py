@@ -21,8 +21,6 @@ Both batteries run on the object as it is, through the production loop where it 
 small batch and a small cache. Comparisons up to rounding are strictest with weights in fp32.
 Bitwise comparisons are made within one compiled program.
 
-`Oracle` is a drafter that knows what the target will emit, for tests and benchmarks.
-
 `MODEL_CHECKS` and `DRAFTER_CHECKS` are the tables of checks. A new check is a function in
 `jaxspec.conformance.model` or `.drafter` with the decorator `@enters(table, clause, statement)`.
 """
@@ -30,7 +28,6 @@ Bitwise comparisons are made within one compiled program.
 from jaxspec.conformance.drafter import DRAFTER_CHECKS, battery_prompts, check_drafter
 from jaxspec.conformance.model import MODEL_CHECKS, check_model
 from jaxspec.conformance.report import Check, Clause, ConformanceReport, Outcome
-from jaxspec.drafters.oracle import Oracle
 
 __all__ = [
     "DRAFTER_CHECKS",
@@ -38,7 +35,6 @@ __all__ = [
     "Check",
     "Clause",
     "ConformanceReport",
-    "Oracle",
     "Outcome",
     "battery_prompts",
     "check_drafter",

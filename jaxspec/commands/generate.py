@@ -54,7 +54,6 @@ from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.options import check_counts
 from jaxspec.schedulers import SchedulerName, make_scheduler
-from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
 from jaxspec.verifiers import VerifierName, make_verifier
 
@@ -219,7 +218,7 @@ class GenerateCommand(JsonOption, EngineOptions, SamplingOptions, PromptOptions,
             lines, completions, decode_s = self._decode_turns(engine, requests, lines, encode, file)
         else:
             completions, decode_s = self._decode(engine, requests, lines, file, num_done)
-        total = Acceptance.total([completion.acceptance for completion in completions])
+        total = Completions(completions).acceptance
         trace_files = self._write_trace(lines, completions)
         if file is None:
             show_completions(

@@ -48,7 +48,7 @@ def setting():
         prompts, params()
     )
     longest = max(len(c.prompt_token_ids + c.token_ids) for c in witness)
-    oracle = jaxspec.testing.Oracle(toy.sequences(witness), acceptance=0.7)
+    oracle = jaxspec.Oracle(toy.sequences(witness), acceptance=0.7)
     return target, prompts, witness, oracle, Scorer(target, max_length=longest)
 
 
@@ -186,7 +186,7 @@ def test_rows_that_fill_their_capacity_drop_no_write(setting):
     prompts = toy.prompts((longest, 3, longest - 9), seed=5)
     asked = SamplingParams(max_tokens=60)
     truth = Engine(target, batch_size=BATCH_SIZE, max_length=512).generate(prompts, asked)
-    oracle = jaxspec.testing.Oracle(toy.sequences(truth), acceptance=0.8)
+    oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.8)
     engine = Engine(
         target,
         oracle,

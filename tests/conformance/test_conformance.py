@@ -413,8 +413,8 @@ DRAFTERS = {
         BASE, mode="sequential", num_deep_layers=1
     ),
     "NGram": lambda: jaxspec.NGram(1, 3),
-    "Oracle": lambda: jaxspec.testing.Oracle(truth(), acceptance=0.7),
-    "Oracle with cost": lambda: jaxspec.testing.Oracle(truth(), cost_of=RepeatLast()),
+    "Oracle": lambda: jaxspec.Oracle(truth(), acceptance=0.7),
+    "Oracle with cost": lambda: jaxspec.Oracle(truth(), cost_of=RepeatLast()),
     "one that samples": lambda: Bigram(),
     "one of trees": lambda: Branches(),
 }

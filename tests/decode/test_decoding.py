@@ -31,7 +31,7 @@ def engines(target):
     truth = plain.generate(prompts, SamplingParams(max_tokens=60))
     oracle = Engine(
         target,
-        jaxspec.testing.Oracle(toy.sequences(truth), acceptance=1.0),
+        jaxspec.Oracle(toy.sequences(truth), acceptance=1.0),
         draft_length=WINDOW - 1,
         batch_size=2,
         max_length=256,
@@ -83,7 +83,7 @@ def test_several_eos_tokens_of_the_model_and_ignore_eos(engines):
     target = toy.model(eos_token_ids=eos)
     engine = Engine(
         target,
-        jaxspec.testing.Oracle(toy.sequences(truth)),
+        jaxspec.Oracle(toy.sequences(truth)),
         draft_length=4,
         batch_size=2,
         max_length=256,
@@ -105,7 +105,7 @@ def test_a_stop_token_in_the_prompt_does_not_stop(engines):
 
 def test_no_acceptance_emits_one_token_per_round(engines, target):
     prompts, truth, _, _ = engines
-    oracle = jaxspec.testing.Oracle(toy.sequences(truth), acceptance=0.0)
+    oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.0)
     engine = Engine(target, oracle, draft_length=4, batch_size=2, max_length=256)
     for completion, true in zip(
         engine.generate(prompts, SamplingParams(max_tokens=20)), truth, strict=True
@@ -121,7 +121,7 @@ def test_no_acceptance_emits_one_token_per_round(engines, target):
 @pytest.mark.parametrize("acceptance", [0.3, 0.8])
 def test_rounds_equal_what_the_oracles_coin_implies(engines, target, draft_length, acceptance):
     prompts, truth, _, _ = engines
-    oracle = jaxspec.testing.Oracle(toy.sequences(truth), acceptance=acceptance, seed=5)
+    oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=acceptance, seed=5)
     engine = Engine(
         target,
         oracle,
@@ -152,7 +152,7 @@ def test_capacity_ends_a_row_at_the_same_token_with_and_without_drafts(target):
     params = SamplingParams(max_tokens=200)
     truth = Engine(target, batch_size=1, max_length=512).generate([prompt], params)
     for acceptance in (1.0, 0.6, 0.0):
-        oracle = jaxspec.testing.Oracle(toy.sequences(truth), acceptance=acceptance)
+        oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=acceptance)
         engine = Engine(target, oracle, draft_length=4, batch_size=1, max_length=128)
         for speculate in (True, False):
             [completion] = engine.generate([prompt], params, speculate=speculate)

@@ -238,7 +238,7 @@ def test_trees_are_counted_by_depth_and_by_node(target):
 
 def test_a_chain_is_counted_alike_by_position_and_by_node(target):
     truth = Engine(target, **SMALL).generate(PROMPTS, PARAMS)
-    oracle = jaxspec.testing.Oracle(toy.sequences(truth), acceptance=0.7)
+    oracle = jaxspec.Oracle(toy.sequences(truth), acceptance=0.7)
     for completion in Engine(target, oracle, **SMALL).generate(PROMPTS, PARAMS):
         counts = completion.acceptance
         assert counts.num_accepted_tokens_per_pos == counts.num_accepted_tokens_per_node
@@ -247,7 +247,7 @@ def test_a_chain_is_counted_alike_by_position_and_by_node(target):
 @pytest.mark.parametrize("name", ["head", "riding"])
 def test_an_oracle_cannot_stand_in_for_a_drafter_that_reads_the_target(target, name):
     with pytest.raises(SettingError, match=rf"cost_of={drafter(name, target).name}, which reads"):
-        jaxspec.testing.Oracle([[1, 2, 3]], cost_of=drafter(name, target))
+        jaxspec.Oracle([[1, 2, 3]], cost_of=drafter(name, target))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,6 +15,7 @@ from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.drafters.draft_tree import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.executor import make_executor
 from jaxspec.errors import SettingError
 from jaxspec.models.prefill import chain_window
@@ -27,7 +28,7 @@ from jaxspec.sampling import (
     request_key,
     round_keys,
 )
-from jaxspec.testing import Oracle, check_drafter
+from jaxspec.testing import check_drafter
 from jaxspec.trees import BeamTree, StaticTree
 from jaxspec.types import BatchView, EngineShape, Verdict
 

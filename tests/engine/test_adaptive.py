@@ -1043,7 +1043,7 @@ def test_single_requests_adapt_too(adaptive_engine, target, plain):
 
 @pytest.fixture(scope="module")
 def oracle_engine(make, plain):
-    oracle = jaxspec.testing.Oracle(toy.sequences(plain), acceptance=0.8)
+    oracle = jaxspec.Oracle(toy.sequences(plain), acceptance=0.8)
     return make(oracle, draft_length=4, exactness="ties", trace="tokens")
 
 

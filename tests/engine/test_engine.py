@@ -17,6 +17,7 @@ from jaxspec import (
     DraftModel,
     Engine,
     NGram,
+    Oracle,
     Rejection,
     SamplingParams,
     Typical,
@@ -29,7 +30,6 @@ from jaxspec.engine.progress import Progress
 from jaxspec.errors import JaxspecWarning, ModelError, PromptError, SettingError
 from jaxspec.models.prefill import chain_window
 from jaxspec.serving import ServingEngine
-from jaxspec.testing import Oracle
 from jaxspec.types import Origin
 
 

@@ -57,8 +57,8 @@ DRAFTERS = {
     "DraftModel, a fixed shape": lambda target, _: jaxspec.DraftModel(stranger(target), tree=FIXED),
     "NGram": lambda *_: jaxspec.NGram(1, 3),
     "NGram of three branches": lambda *_: jaxspec.NGram(1, 3, branches=3),
-    "Oracle": lambda _, truth: jaxspec.testing.Oracle(truth, acceptance=0.7),
-    "Oracle with cost": lambda target, truth: jaxspec.testing.Oracle(
+    "Oracle": lambda _, truth: jaxspec.Oracle(truth, acceptance=0.7),
+    "Oracle with cost": lambda target, truth: jaxspec.Oracle(
         truth, acceptance=0.5, cost_of=jaxspec.DraftModel(stranger(target))
     ),
     "always wrong": lambda *_: toy.WrongDrafter(),
@@ -181,7 +181,7 @@ def test_speculative_equals_plain_bit_for_bit(setting, name):
     assert token_ids(drafted) == token_ids(plain)
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in drafted])
+    total = drafted.acceptance
     assert total.num_draft_tokens > 0
     if "Oracle" in name or "target" in name or name == "a tree":
         assert total.num_accepted_tokens > 0
@@ -300,7 +300,7 @@ def sound():
     """A target, prompts with their plain continuations, and an engine that gives these."""
     target, prompts = toy.model(), toy.prompts(LENGTHS[:4])
     reference = Engine(target, batch_size=4, max_length=256).generate(prompts, PARAMS)
-    engine = engine_for(target, jaxspec.testing.Oracle(toy.sequences(reference), acceptance=0.5))
+    engine = engine_for(target, jaxspec.Oracle(toy.sequences(reference), acceptance=0.5))
     assert token_ids(engine.generate(prompts, PARAMS)) == token_ids(reference)
     return engine, prompts, reference
 

@@ -92,7 +92,7 @@ def plain_and_drafted(target, prompts, drafter, **settings):
         poison(
             engine
         )  # or the plain run's KV would stand in for what the drafted run does not write
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in done])
+    total = done.acceptance
     assert total.num_draft_tokens > 0
     return *found, total
 
@@ -182,7 +182,7 @@ def test_flexdraft_and_heads_draft_for_such_a_target(setting):
 @few_settings
 def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     target, prompts, reference = setting
-    oracle = jaxspec.testing.Oracle(toy.sequences(reference), acceptance=0.6)
+    oracle = jaxspec.Oracle(toy.sequences(reference), acceptance=0.6)
     engine = Engine(target, oracle, **SHAPE, layout="aligned", draft_length=3)
     alike = [prompt[:30] for prompt in prompts[:BATCH_SIZE]]
     drafted = engine.generate(alike, PARAMS[0])

@@ -55,7 +55,7 @@ def drafter_named(name, target, truth):
     return {
         "DraftModel of the target": lambda: jaxspec.DraftModel(target),
         "NGram": lambda: jaxspec.NGram(1, 3),
-        "Oracle": lambda: jaxspec.testing.Oracle(truth, acceptance=0.7),
+        "Oracle": lambda: jaxspec.Oracle(truth, acceptance=0.7),
         "a beam tree": lambda: jaxspec.DraftModel(
             target, tree=jaxspec.trees.BeamTree(3, 3, WINDOW - 1)
         ),
@@ -147,7 +147,7 @@ def test_sampled_tokens_and_kv_are_plain_decodings(drafted):
     assert token_ids(speculative) == token_ids(plain)
     for ours, theirs in zip(live_kv(engine), plain_kv, strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    if isinstance(engine.drafter, (jaxspec.testing.Oracle, jaxspec.DraftModel, toy.TreeOracle)):
+    if isinstance(engine.drafter, (jaxspec.Oracle, jaxspec.DraftModel, toy.TreeOracle)):
         assert num_accepted(speculative) > 0
     rides_along = engine.executor.parts.drafter.score is not None
     program = str(setting.target.dtype), engine.shape.tree_depth, rides_along
@@ -183,7 +183,7 @@ def test_biased_tokens_are_plain_decodings_and_allowed(drafted):
     [alone] = engine.generate([setting.prompts[4]], SamplingParams(max_tokens=12))
     assert tokens[4] == alone.token_ids
     assert len(set(tokens[0])) > 1
-    if not isinstance(engine.drafter, (jaxspec.testing.Oracle, toy.TreeOracle, jaxspec.NGram)):
+    if not isinstance(engine.drafter, (jaxspec.Oracle, toy.TreeOracle, jaxspec.NGram)):
         # Where one token can be emitted, every drafter with logits of its own drafts that token.
         assert all(found[index].acceptance.num_accepted_tokens > 6 for index in (2, 3))
 
@@ -251,9 +251,9 @@ def choose_by_place(logits, rows, prefix):
 
 def test_sabotage_is_caught(monkeypatch, setting):
     monkeypatch.setattr(coupled, "choose", choose_by_place)
-    engine = engine_for(setting.target, jaxspec.testing.Oracle(toy.sequences(setting.witness)))
+    engine = engine_for(setting.target, jaxspec.Oracle(toy.sequences(setting.witness)))
     plain = engine.generate(setting.prompts, PARAMS, speculate=False)
-    engine.update_params(draft=jaxspec.testing.Oracle(toy.sequences(plain)).params)
+    engine.update_params(draft=jaxspec.Oracle(toy.sequences(plain)).params)
     found = engine.generate(setting.prompts, PARAMS)
     is_same = [a == b for a, b in zip(token_ids(found), token_ids(plain), strict=True)]
     # Greedy rows use no noise; of the others none comes through.
@@ -302,7 +302,7 @@ def test_scores_that_are_not_numbers_end_the_row_where_plain_decoding_does(sound
         name="breaking", config=healthy.config, params=healthy.params, breaks_at=BREAKS_AT
     )
     prompts = toy.prompts(BREAKING_LENGTHS)
-    oracle = jaxspec.testing.Oracle(toy.sequences(sound), acceptance=0.8)
+    oracle = jaxspec.Oracle(toy.sequences(sound), acceptance=0.8)
     rules = {
         "coupled": jaxspec.Coupled(),
         "rejection": jaxspec.Rejection(),

@@ -126,7 +126,7 @@ def test_a_model_of_a_real_size_gives_the_same_tokens_at_every_batch_size_and_wi
 
     one_at_a_time = token_ids(1, None, 0)
     sequences = [prompt + ids for prompt, ids in zip(prompts, one_at_a_time, strict=True)]
-    oracle = jaxspec.testing.Oracle(sequences, acceptance=0.7, cost_of=draft)
+    oracle = jaxspec.Oracle(sequences, acceptance=0.7, cost_of=draft)
     for batch_size, drafter, draft_length in (
         (4, None, 0), (8, None, 0), (1, oracle, 4), (8, oracle, 2), (8, oracle, 4), (3, oracle, 7),
     ):  # fmt: skip
@@ -168,7 +168,7 @@ def test_windows_give_the_same_bits_in_every_family(family):
     params = SamplingParams(max_tokens=30, ignore_eos=True)
     shape = {"batch_size": 3, "max_length": 128, "scheduler": jaxspec.Static()}
     tokens, bits = committed(Engine(target, **shape), prompts, params)
-    drafter = jaxspec.testing.Oracle(
+    drafter = jaxspec.Oracle(
         [prompt + list(output) for prompt, output in zip(prompts, tokens, strict=True)],
         acceptance=0.7,
     )

@@ -275,7 +275,7 @@ def every_draw():
             needs_confidence=True,
         )
 
-    oracle = jaxspec.testing.Oracle([[0] * 32], acceptance=0.5, seed=3)
+    oracle = jaxspec.Oracle([[0] * 32], acceptance=0.5, seed=3)
     shape = EngineShape(
         batch_size=num_rows, max_length=32, verify_length=5, prefill_chunk=8, vocab_size=vocab_size
     )

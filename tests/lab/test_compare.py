@@ -34,8 +34,8 @@ def drafters(target):
     known = toy.sequences(plain)
     return {
         "none": None,
-        "always wrong": jaxspec.testing.Oracle(known, acceptance=0.0),
-        "always right": jaxspec.testing.Oracle(known, acceptance=1.0),
+        "always wrong": jaxspec.Oracle(known, acceptance=0.0),
+        "always right": jaxspec.Oracle(known, acceptance=1.0),
     }
 
 

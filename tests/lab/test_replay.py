@@ -58,7 +58,7 @@ def pool(request):
     plain = Engine(target, batch_size=2, max_length=128).generate(prompts, params)
     engine = Engine(
         target,
-        jaxspec.testing.Oracle(toy.sequences(plain), acceptance=0.6),
+        jaxspec.Oracle(toy.sequences(plain), acceptance=0.6),
         layout=request.param,
         scheduler=jaxspec.Pool(WINDOW_SIZE),
         draft_length=3,

@@ -66,7 +66,7 @@ def draft():
 def total(engine, prompts, params):
     """What the outputs of prompts accepted in all."""
     completions = engine.generate(prompts, params)
-    return jaxspec.Acceptance.total([each.acceptance for each in completions])
+    return completions.acceptance
 
 
 def of_samples(target, drafter, nodes, max_tokens):

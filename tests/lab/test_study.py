@@ -346,4 +346,4 @@ def test_an_oracle_study_needs_no_weights(tmp_path, monkeypatch):
     cell = measurements.measure_decoding(work, cells, decoding, is_broken_down=False)
     assert cell["engine"]["is_synthetic"]
     assert cell["acceptance"]["num_accepted_tokens"] > 0
-    assert isinstance(work.engine(decoding).drafter, jaxspec.testing.Oracle)
+    assert isinstance(work.engine(decoding).drafter, jaxspec.Oracle)

@@ -30,6 +30,7 @@ from jaxspec import (
     Engine,
     Heads,
     NGram,
+    Oracle,
     Pool,
     SamplingParams,
     Typical,
@@ -46,7 +47,6 @@ from jaxspec.errors import JaxspecError
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.values import shown
 from jaxspec.serving import ServingEngine
-from jaxspec.testing import Oracle
 from jaxspec.trees import BeamTree, BudgetTree, StaticTree, best_static_tree
 
 LIMIT_S = 1.0  # of this process's own time, which other processes do not lengthen

@@ -45,7 +45,7 @@ def setting(engine_of):
     target = toy.model()
     prompts = toy.prompts(LENGTHS)
     completions = engine_of(target, None, Static()).generate(prompts, params(len(prompts)))
-    oracle = jaxspec.testing.Oracle(toy.sequences(completions), acceptance=0.7)
+    oracle = jaxspec.Oracle(toy.sequences(completions), acceptance=0.7)
     return target, prompts, completions, oracle
 
 

@@ -18,14 +18,13 @@ import tiny
 import toy
 
 import jaxspec.serving.engine as module
-from jaxspec import Block, DraftModel, Engine, NGram, Rejection, SamplingParams
+from jaxspec import Block, DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
-from jaxspec.testing import Oracle
 from jaxspec.types import Draft, Finish, Shared, chain_parents
 
 SHAPE = {"batch_size": 3, "max_length": 256, "prefill_chunk": 16}

@@ -262,7 +262,7 @@ def test_deterministic_drafters_and_trees(target, plain, drafter):
     settings = {"scheduler": jaxspec.Static(), "batch_size": len(LENGTHS)}
     table = tuple(map(tuple, toy.sequences(plain)))
     made = {
-        "oracle": lambda: jaxspec.testing.Oracle(table, acceptance=0.6),
+        "oracle": lambda: jaxspec.Oracle(table, acceptance=0.6),
         "tree": lambda: toy.TreeOracle(table=table, right_until=30),
     }[drafter]()
     engine = make_engine(target, made, draft_length=6, **settings)
@@ -304,7 +304,7 @@ def test_recording_changes_no_output(engines, verifier):
 
 def test_stop_tokens_cut_rounds_and_what_is_behind_was_not_judged(target, plain):
     prompts = toy.prompts(LENGTHS)[1:3]
-    oracle = jaxspec.testing.Oracle(toy.sequences(plain))
+    oracle = jaxspec.Oracle(toy.sequences(plain))
     engine = make_engine(target, oracle, batch_size=2, scheduler=jaxspec.Static())
     for at in range(1, 6):
         stop = plain[1].token_ids[at]
