@@ -97,14 +97,6 @@ def test_a_reader_finishes_what_a_killed_writer_had_complete(tmp_path):
     assert names(tmp_path) == ["out"]
 
 
-def test_a_block_that_raises_leaves_the_older_directory(tmp_path):
-    write(tmp_path / "out", "old")
-    with pytest.raises(TypeError):
-        write(tmp_path / "out", None, overwrite=True)
-    assert content(tmp_path / "out") == "old"
-    assert names(tmp_path) == ["out"]
-
-
 def test_everything_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
     order = []
     fsync, rename = os.fsync, os.rename
