@@ -37,8 +37,10 @@ _log = logging.getLogger(__name__)
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
-    `generate` decodes a list. `submit` and `step`, or `stream` and `astream`, take requests while
-    others are being decoded, from any thread. Requests are served in order of arrival.
+    There are three ways to decode: `generate` a list; `submit` requests, from any thread, and
+    `step` until they have ended; `astream` requests, as many as you like at a time. (`run` is
+    `generate` for `Request`s, and `stream` is `astream` without asyncio.) Requests are served in
+    order of arrival.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
     engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, `prefill_chunk`, mesh
