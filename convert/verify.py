@@ -11,7 +11,7 @@ import numpy as np
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint.manifest import read_manifest
 from jaxspec.errors import CheckpointError
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import Model, packed_model
 from jaxspec.models.prefill import chain_window
 
 _NUM_PROMPTS = 3
@@ -36,7 +36,7 @@ def compare_logits(directory: Path, converted: Path) -> str:
             "extra (pip install 'jaxspec-decoding[parity]') or convert without --verify."
         ) from error
     stored = read_manifest(converted).dtype
-    model = checkpoint.load_converted(converted, dtype="float32")
+    model = packed_model(checkpoint.load_converted(converted, dtype="float32"))
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         directory, dtype=getattr(torch, stored), attn_implementation="eager"
     ).float()
@@ -58,7 +58,7 @@ def compare_logits(directory: Path, converted: Path) -> str:
     return f"logits within {difference:.2g} of torch's on {_NUM_PROMPTS} prompts"
 
 
-def prompt_logits(model: LanguageModel, tokens: np.ndarray) -> jax.Array:
+def prompt_logits(model: Model, tokens: np.ndarray) -> jax.Array:
     """Logits `[B, T, V]` fp32 of whole prompts `[B, T]`, through the cache."""
     num_rows, length = tokens.shape
     window = chain_window(jnp.zeros((num_rows,), jnp.int32), length)

@@ -14,77 +14,48 @@ __version__ = "0.1.0"  # the one place: pyproject.toml reads it
 
 _EXPORTS = {
     "audit.external": "audit_outputs",
-    "audit.outputs": "read_outputs",
     "audit.self_audit": "audit_engine",
-    "lab.compare": "DrafterComparison compare",
-    "lab.plan.plan": "MemoryPlan",
-    "lab.plan.planner": "plan_memory",
-    "lab.plots": "plot_acceptance",
     "checkpoint.format": "save_model",
-    "load.models": "load_model",
-    "drafters.base": "Drafter TrainedDrafter",
+    "drafters.base": "Drafter",
     "drafters.draft_model": "DraftModel",
-    "load.drafters": "load_drafter save_drafter",
     "drafters.flexdraft.drafter": "FlexDraft",
     "drafters.heads.drafter": "Heads",
     "drafters.ngram": "NGram",
-    "drafters.trees": "BeamTree BudgetTree StaticTree best_static_tree",
     "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
-    "engine.progress": "Progress",
     "engine.queue": "StreamOutput",
     "engine.sessions": "Session",
-    "errors": "CheckpointError ConformanceError JaxspecError JaxspecWarning ModelError "
-    "PromptError QueueFullError RequestError SettingError",
+    "lab.compare": "compare",
+    "load.drafters": "load_drafter save_drafter",
+    "load.models": "load_model",
     "models.base": "LanguageModel Model",
     "models.config": "ModelConfig RopeConfig",
-    "models.registry": "PRESETS random_model",
+    "models.registry": "random_model",
     "requests.completions": "Completion Completions",
-    "requests.requests": "Request",
     "requests.sampling_params": "SamplingParams",
     "runtime.compilation": "enable_compilation_cache",
-    "schedulers": "Continuous Pool Scheduler Static",
-    "telemetry.counters": "Acceptance",
-    "verifiers": "Block Coupled Rejection Typical Verifier",
+    "schedulers": "Continuous Pool Static",
+    "verifiers": "Block Coupled Rejection Typical",
 }
 _MODULE_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
-_SUBMODULES = ("serving", "testing", "types")
+_SUBMODULES = ("errors", "planning", "serving", "testing", "trees", "types")
 
 if TYPE_CHECKING:
+    from jaxspec import errors as errors
     from jaxspec import types as types
     from jaxspec.audit.external import audit_outputs as audit_outputs
-    from jaxspec.audit.outputs import read_outputs as read_outputs
     from jaxspec.audit.self_audit import audit_engine as audit_engine
     from jaxspec.checkpoint.format import save_model as save_model
     from jaxspec.drafters.base import Drafter as Drafter
-    from jaxspec.drafters.base import TrainedDrafter as TrainedDrafter
     from jaxspec.drafters.draft_model import DraftModel as DraftModel
     from jaxspec.drafters.flexdraft.drafter import FlexDraft as FlexDraft
     from jaxspec.drafters.heads.drafter import Heads as Heads
     from jaxspec.drafters.ngram import NGram as NGram
     from jaxspec.drafters.oracle import Oracle as Oracle
-    from jaxspec.drafters.trees import BeamTree as BeamTree
-    from jaxspec.drafters.trees import BudgetTree as BudgetTree
-    from jaxspec.drafters.trees import StaticTree as StaticTree
-    from jaxspec.drafters.trees import best_static_tree as best_static_tree
     from jaxspec.engine.engine import Engine as Engine
-    from jaxspec.engine.progress import Progress as Progress
     from jaxspec.engine.queue import StreamOutput as StreamOutput
     from jaxspec.engine.sessions import Session as Session
-    from jaxspec.errors import CheckpointError as CheckpointError
-    from jaxspec.errors import ConformanceError as ConformanceError
-    from jaxspec.errors import JaxspecError as JaxspecError
-    from jaxspec.errors import JaxspecWarning as JaxspecWarning
-    from jaxspec.errors import ModelError as ModelError
-    from jaxspec.errors import PromptError as PromptError
-    from jaxspec.errors import QueueFullError as QueueFullError
-    from jaxspec.errors import RequestError as RequestError
-    from jaxspec.errors import SettingError as SettingError
-    from jaxspec.lab.compare import DrafterComparison as DrafterComparison
     from jaxspec.lab.compare import compare as compare
-    from jaxspec.lab.plan.plan import MemoryPlan as MemoryPlan
-    from jaxspec.lab.plan.planner import plan_memory as plan_memory
-    from jaxspec.lab.plots import plot_acceptance as plot_acceptance
     from jaxspec.load.drafters import load_drafter as load_drafter
     from jaxspec.load.drafters import save_drafter as save_drafter
     from jaxspec.load.models import load_model as load_model
@@ -92,25 +63,20 @@ if TYPE_CHECKING:
     from jaxspec.models.base import Model as Model
     from jaxspec.models.config import ModelConfig as ModelConfig
     from jaxspec.models.config import RopeConfig as RopeConfig
-    from jaxspec.models.registry import PRESETS as PRESETS
     from jaxspec.models.registry import random_model as random_model
     from jaxspec.requests.completions import Completion as Completion
     from jaxspec.requests.completions import Completions as Completions
-    from jaxspec.requests.requests import Request as Request
     from jaxspec.requests.sampling_params import SamplingParams as SamplingParams
     from jaxspec.runtime.compilation import enable_compilation_cache as enable_compilation_cache
     from jaxspec.schedulers import Continuous as Continuous
     from jaxspec.schedulers import Pool as Pool
-    from jaxspec.schedulers import Scheduler as Scheduler
     from jaxspec.schedulers import Static as Static
-    from jaxspec.telemetry.counters import Acceptance as Acceptance
     from jaxspec.verifiers import Block as Block
     from jaxspec.verifiers import Coupled as Coupled
     from jaxspec.verifiers import Rejection as Rejection
     from jaxspec.verifiers import Typical as Typical
-    from jaxspec.verifiers import Verifier as Verifier
 else:
-    __all__ = [*_MODULE_OF, "types"]
+    __all__ = [*_MODULE_OF, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ DRAFTERS = {
     "draft model": lambda target: DraftModel(stranger(target)),
     "the target": lambda target: DraftModel(target),
     "draft tree": lambda target: DraftModel(
-        stranger(target), tree=jaxspec.BeamTree(width=2, depth=2, nodes=4)
+        stranger(target), tree=jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)
     ),
 }
 # Compiled programs are found again only under the settings of JAX and XLA that they were compiled

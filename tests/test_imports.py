@@ -34,6 +34,7 @@ ROOMS = [
     ("serving", "prefill, insert, generate, free"),
     ("training, audit, conformance, testing", "draft models; proofs, also of a user's own parts"),
     ("lab", "costs, plans, comparisons, plots, measurements, studies"),
+    ("planning, trees", "names of `lab` and `drafters` for users"),
     ("commands", "one module per command"),
     ("cli", "the command line"),
     ("__init__, __main__, convert.__main__", ""),
@@ -238,7 +239,7 @@ assert len(done.token_ids) == 5
 from jaxspec.kernels.registry import check_kernels
 try:
     check_kernels("pallas")
-except jaxspec.SettingError as error:
+except jaxspec.errors.SettingError as error:
     assert "choose 'xla'" in str(error)
 else:
     raise AssertionError("Pallas was not blocked")
@@ -289,7 +290,7 @@ def test_what_is_exported_is_there():
         for node in block.body
         for alias in node.names
     }
-    assert for_type_checkers == {**jaxspec._MODULE_OF, "types": ""}
+    assert for_type_checkers == {**jaxspec._MODULE_OF, "errors": "", "types": ""}
     assert set(jaxspec.__all__) <= set(dir(jaxspec))
     for name in jaxspec.__all__:
         assert getattr(jaxspec, name) is not None

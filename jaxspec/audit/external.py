@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.audit import chi_square as distributions
 from jaxspec.audit.endings import judge_end
 from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, judge_alone, mean
-from jaxspec.audit.outputs import Output, OutputsFile
+from jaxspec.audit.outputs import Output, OutputsFile, read_outputs
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
 from jaxspec.checkpoint.format import parse_dtype
@@ -201,7 +202,7 @@ class OutputsAudit:
 
 def audit_outputs(
     target: Model,
-    file: OutputsFile,
+    file: OutputsFile | str | os.PathLike,
     *,
     dtype: str | None = None,
     alpha: float = distributions.ALPHA,
@@ -212,7 +213,7 @@ def audit_outputs(
 
     Args:
       target: the model whose outputs they are claimed to be.
-      file: from `outputs.read_outputs`.
+      file: a file of outputs (see `jaxspec.audit.outputs`), or what `read_outputs` returned.
       dtype: the dtype in which they were computed; default what the header says, otherwise the
         target's.
       alpha: level of the chi-square tests of samples of the same prompt, together.
@@ -223,9 +224,12 @@ def audit_outputs(
     Raises:
       SettingError: an argument of the wrong type, or an `alpha` out of range.
       ModelError: a dtype that is not supported.
+      PromptError: a file that cannot be read or understood.
     """
     check_kind("target", target, Model, "a model")
-    check_kind("file", file, OutputsFile, "what read_outputs returned")
+    if isinstance(file, str | os.PathLike):
+        file = read_outputs(file, target)
+    check_kind("file", file, OutputsFile, "the path of a file, or what read_outputs returned")
     alpha = number("alpha", alpha, above=0, most=1, expected="above 0 and at most 1")
     dtype = None if dtype is None else parse_dtype(dtype).name
     if scorer is not None:

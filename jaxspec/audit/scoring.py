@@ -26,7 +26,7 @@ from jaxspec.audit.segment import Segment
 from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, packed_model
 from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
@@ -56,8 +56,8 @@ class Scorer:
         self.dtype = own
         # One segment more than requested, because the last one may be padded.
         self.max_length = kv.round_up_to_block(max_length + SEGMENT)
-        self._wide = with_dtype(target, jnp.float32)
-        self._own = with_dtype(target, own)
+        self._wide = packed_model(with_dtype(target, jnp.float32))
+        self._own = packed_model(with_dtype(target, own))
 
         def program(what: str, dtype: Any, function: Callable, **donated: Any) -> Program:
             name = f"the {what} of {target.name} in {jnp.dtype(dtype).name}"

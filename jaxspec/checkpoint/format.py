@@ -39,7 +39,7 @@ from jaxspec.checkpoint.manifest import (
 )
 from jaxspec.errors import CheckpointError, DamagedError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
-from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
+from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
@@ -298,7 +298,6 @@ def load_converted(
     dtype = parse_dtype(default_dtype(manifest.dtype, kernels, name) if dtype is None else dtype)
     with verified(directory, manifest, verify=verify):
         params = _read_model_params(directory, manifest.config, dtype=dtype, sharding=sharding)
-        params = decoder.pack_params(params, get_kernels(kernels), consume=True)
         tokenizer = _load_tokenizer(directory, manifest.prefix_token_ids)
     return LanguageModel(
         name=name,

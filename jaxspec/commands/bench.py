@@ -29,7 +29,7 @@ from jaxspec.lab.bench.measure import Bench, Dtype, only_run_into, random_prompt
 from jaxspec.lab.bench.memory import memory
 from jaxspec.lab.bench.program import program
 from jaxspec.lab.studies.rounds import schedulers
-from jaxspec.load.models import DEMO_MODELS, load_model
+from jaxspec.load.models import DEMO_MODELS, load_packed
 from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.runtime.options import check_between
 from jaxspec.runtime.report import Columns, TextTable, save_figure
@@ -84,7 +84,7 @@ class DecodeCommand(Bench):
         lines, inputs = load_prompts(self.prompts, NUM_SAMPLES if is_sample else None)
         with working("") as status:
             status.update("loading the models")
-            target = load_model(self.target, dtype=self.dtype)
+            target = load_packed(self.target, dtype=self.dtype)
             longest = SAMPLE_TOKENS if is_sample else None
             if target.tokenizer is None and is_sample:
                 drawn, inputs = random_prompts(target, NUM_SAMPLES, SAMPLE_TOKENS), {}

@@ -24,7 +24,7 @@ from jaxspec.lab.compare import (
     Interval,
     compare,
 )
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import PromptLine, encode_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import make_document
@@ -91,7 +91,7 @@ class CompareCommand(JsonOption, PromptOptions):
             ignore_eos=self.ignore_eos,
         )
         with working("loading the models") as status:
-            target = load_model(self.target, dtype=self.dtype)
+            target = load_packed(self.target, dtype=self.dtype)
             drafters = {
                 name: make(target) if make is not None else None for name, make in makers.items()
             }

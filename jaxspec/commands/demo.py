@@ -19,7 +19,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
 from jaxspec.lab.compare import Candidate, DrafterComparison, compare
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
 from jaxspec.requests.completions import Completion
@@ -57,8 +57,8 @@ class DemoCommand(JsonOption):
         started_s = time.perf_counter()
         self._check()
         with working("loading the embedded pair (converted on first use)"):
-            target = load_model("demo-target", dtype="float32")
-            draft = load_model("demo-draft", dtype="float32")
+            target = load_packed("demo-target", dtype="float32")
+            draft = load_packed("demo-draft", dtype="float32")
         load_s = time.perf_counter() - started_s
         prompts = choose_prompts(target)
         console.print(

@@ -54,7 +54,6 @@ from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.options import check_counts
-from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
 from jaxspec.verifiers import VerifierName, make_verifier
 
@@ -183,7 +182,7 @@ class GenerateCommand(
             lines, completions, decode_s = self._decode_turns(engine, requests, lines, encode, file)
         else:
             completions, decode_s = self._decode(engine, requests, lines, file, num_done)
-        total = Acceptance.total([completion.acceptance for completion in completions])
+        total = Completions(completions).acceptance
         self._write_trace(lines, completions)
         if file is None:
             show_completions(console, completions, target.tokenizer)

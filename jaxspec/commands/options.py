@@ -17,7 +17,7 @@ from jaxspec.commands.progress import working
 from jaxspec.engine.config import EngineConfig
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import MakeDrafter, choose_drafter
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
 from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams, as_sampling_params
@@ -180,7 +180,7 @@ class ModelOptions:
     def load(self, name: str) -> LanguageModel:
         """The model with this name."""
         with working(f"loading {name}"):
-            return load_model(name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify)
+            return load_packed(name, dtype=self.dtype, kv_dtype=self.kv_dtype, verify=self.verify)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

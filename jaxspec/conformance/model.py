@@ -34,7 +34,7 @@ from jaxspec.conformance.report import (
     run_checks,
 )
 from jaxspec.conformance.under_test import ModelUnderTest, rewritten
-from jaxspec.models.base import Model
+from jaxspec.models.base import Model, packed_model
 
 MODEL_CHECKS: dict[str, Check] = {}
 
@@ -61,7 +61,9 @@ def check_model(
       SettingError: there is no such check.
     """
     chosen = chosen_checks(MODEL_CHECKS, only, skip)
-    prepared = ModelUnderTest(model, max_length=kv.round_up_to_block(max_length), seed=seed)
+    prepared = ModelUnderTest(
+        packed_model(model), max_length=kv.round_up_to_block(max_length), seed=seed
+    )
     return run_checks("model", model, chosen, prepared)
 
 

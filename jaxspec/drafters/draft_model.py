@@ -16,6 +16,7 @@ so that its memory does not grow with the context. This changes what is drafted,
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,9 +33,8 @@ from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slo
 from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
-from jaxspec.models.base import LanguageModel, Model, param_specs, with_kv_dtype
+from jaxspec.models.base import LanguageModel, Model, packed_model, param_specs, with_kv_dtype
 from jaxspec.models.prefill import prefill_chunk
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -67,7 +67,6 @@ class DraftModelState(struct.PyTreeNode, kw_only=True):
     num_written: jax.Array | None = None
 
 
-@refuse_other_names
 @dataclasses.dataclass(frozen=True, eq=False, init=False)
 class DraftModel(Drafter):
     """Drafts with another model that shares the target's tokenizer, with each row's own sampling
@@ -237,7 +236,9 @@ class DraftModel(Drafter):
         )
 
     def for_target(self, target: Model) -> DraftModel:
-        """The same draft model, which drafts only ids that stand for the same token in both."""
+        """The same draft model, packed, which drafts only ids that stand for one token in both."""
+        bound = copy.copy(self)
+        object.__setattr__(bound, "model", packed_model(self.model))
         different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
         return self.with_fields(excluded=tuple(different))
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import whole_number
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
 
@@ -20,7 +19,6 @@ NODES_PER_BRANCH = 4
 HEAD_START = 2  # levels by which a branch is ahead of the next one
 
 
-@refuse_other_names
 @dataclasses.dataclass(frozen=True)
 class NGram(Drafter):
     """Proposes the tokens that followed the latest earlier occurrence of the row's last tokens.

@@ -87,6 +87,12 @@ class Oracle(Drafter):
         """Checks `cost_of`, if there is one."""
         self._cost.check(target)
 
+    def for_target(self, target: Model) -> Oracle:
+        """The same oracle around the `for_target` of `cost_of`."""
+        if self.cost_of is None:
+            return self
+        return dataclasses.replace(self, cost_of=self.cost_of.for_target(target))
+
     def init(self, shape: EngineShape) -> PyTree:
         """The sequence each row decodes, -1 if unknown; and the state of `cost_of`."""
         return {

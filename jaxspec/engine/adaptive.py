@@ -353,12 +353,7 @@ class FixedDrafting:
     """Leaves the draft lengths of an engine's rounds as the requests ask.
 
     `EngineCore` calls `before_rounds` and `after_rounds` around the rounds of a step.
-
-    Attributes:
-      fetched: the fields of the state that `after_rounds` reads.
     """
-
-    fetched: tuple[str, ...] = ()
 
     @property
     def needs_measuring(self) -> bool:
@@ -397,7 +392,7 @@ class FixedDrafting:
 
         Args:
           tickets: by row, with what they have emitted by now.
-          state: with the fields of `fetched`, on the host.
+          state: with `schedule`, on the host.
           answered_s: when the device had run the rounds, by `time.perf_counter`.
         """
 
@@ -413,8 +408,6 @@ class AdaptiveDrafting(FixedDrafting):
       controller: makes the choices; None until `prepare` has measured the rounds. Until then the
         default draft length is used.
     """
-
-    fetched = ("schedule",)
 
     def __init__(self, executor: Executor, *, draft_length: int):
         self.controller: DraftLengthController | None = None

@@ -27,7 +27,7 @@ from jaxspec.decode.sharded import batch_size_per_shard, check_mesh
 from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
-from jaxspec.models.base import Model, check_taps
+from jaxspec.models.base import Model, check_taps, packed_model
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.values import (
     LARGEST_BYTES,
@@ -281,7 +281,7 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
         loops_run_on_host=loops_run_on_host(),
     )
     parts = RoundParts(
-        target=target,
+        target=packed_model(target),
         drafter=NoDrafter() if drafter is None else drafter.for_target(target),
         verifier=verifier,
         scheduler=scheduler,

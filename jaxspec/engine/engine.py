@@ -13,7 +13,7 @@ from jaxspec.engine.adaptive import AdaptiveDrafting, FixedDrafting
 from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, executor_of
-from jaxspec.engine.intake import Intake, as_chat_template
+from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
@@ -28,19 +28,19 @@ from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.environment import autotuned, noted_kernels
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_callable, check_kind, flag, text
 from jaxspec.types import DecodeState, PyTree
 
 _log = logging.getLogger(__name__)
 
 
-@refuse_other_names
 class Engine:
     """Decodes batches of prompts, speculatively if it has a drafter.
 
-    `generate` decodes a list. `submit` and `step`, or `stream` and `astream`, take requests while
-    others are being decoded, from any thread. Requests are served in order of arrival.
+    There are three ways to decode: `generate` a list; `submit` requests, from any thread, and
+    `step` until they have ended; `astream` requests, as many as you like at a time. (`run` is
+    `generate` for `Request`s, and `stream` is `astream` without asyncio.) Requests are served in
+    order of arrival.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
     engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, `prefill_chunk`, mesh
@@ -52,7 +52,8 @@ class Engine:
     shard; between meshes it may differ by rounding.
 
     Args:
-      target: the model to decode with; a name is passed to `load_model`.
+      target: the model to decode with; a name is passed to `load_model`. On a CPU a model that you
+        loaded yourself is kept beside the packed copy that the engine decodes with.
       drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
         model, or `package.module:factory`. None and `none` decode plainly, one token per step.
       settings: those of `EngineConfig`, all of which have defaults: `batch_size`, `max_length`,
@@ -90,9 +91,10 @@ class Engine:
         **settings: Unpack[EngineSettings],
     ):
         self.config = config = EngineConfig(**settings)
-        self.target = target = as_model(target)
+        target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         self.executor = executor_of(target, drafter, config)
+        self.target = self.executor.parts.target
         parts = self.executor.parts
         self.verifier, self.scheduler = parts.verifier, parts.scheduler
         warn_of_unused(
@@ -166,7 +168,6 @@ class Engine:
 
     # Lists of requests.
 
-    @refuse_other_names
     def generate(
         self,
         prompts: Sequence[Prompt] | Prompt,
@@ -255,12 +256,8 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
         session: Session | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> str:
         """Queues a request, to be decoded by `step`; returns its id. Any thread may call it.
 
@@ -279,16 +276,7 @@ class Engine:
           RequestError: the id is taken; the engine was shut down, or its weights were deleted; or
             the session is closed, another engine's, or its last turn has not ended.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        )
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings)
         if session is None:
             self.queue.add(ticket)
         else:
@@ -331,27 +319,14 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> Generator[StreamOutput, None, None]:
         """Yields what a request emits, as it is emitted; the last piece holds the completion.
 
         Takes the arguments of `submit`, and raises the same errors, when it is called. Other
         requests are decoded alongside. Closing the iterator cancels the request.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        ).streamed()
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
         self.queue.add(ticket)
         return self._core.stream(ticket)
 
@@ -361,26 +336,13 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
         and share the steps; another event loop is refused with a `RequestError`. Where `stream`
         raises `QueueFullError`, this waits for a place in the queue.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            request_id,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        ).streamed()
+        ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
         return self._core.astream(ticket)
 
     # Conversations, and prefixes that prompts share.
@@ -445,20 +407,18 @@ class Engine:
     # The engine's own life.
 
     def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
-        """Replaces the weights of the target, the draft model or both by others with the structure
-        of `engine.target.params` and `engine.drafter.params`, or as they are stored
-        (`jaxspec.kernels.base.unpacked` turns the one into the other, `LanguageModel.pack` turns it
-        back); nothing is recompiled. A tied model needs no `head`; one that is given must be the
-        embedding's.
+        """Replaces the weights of the target, the draft model or both by others, plain arrays like
+        `LanguageModel.params` or packed ones like `engine.target.params`; nothing is recompiled. A
+        tied model needs no `head`; one that is given must be the embedding's.
 
         The KV of sessions and common prefixes is dropped, and a logged warning says how much;
         sessions prefill it again with their next turn. With `draft_length="auto"` the acceptance
         seen so far is forgotten, and drafting begins again.
 
-        Arrays that are on the engine's device are not copied. If they are deleted later, such as by
-        a step of training that they are donated to, requests are refused until this was called
-        with others. Requests that had begun by then end with the stop reason `device failure`;
-        those that were waiting are decoded with the new weights.
+        Arrays that are on the engine's device and need no packing are not copied. If they are
+        deleted later, such as by a step of training that they are donated to, requests are refused
+        until this was called with others. Requests that had begun by then end with the stop reason
+        `device failure`; those that were waiting are decoded with the new weights.
 
         Raises:
           RequestError: requests are unfinished.
@@ -548,7 +508,8 @@ def _shown(described: Mapping[str, Any]) -> str:
 
 def _described(engine: Engine) -> dict[str, Any]:
     """Shape and promise of an engine."""
-    drafter = engine.drafter
+    drafter, kernels = engine.drafter, getattr(engine.target, "kernels", None)
+    noted = noted_kernels()
     return {
         "target": engine.target.name,
         "drafter": drafter.name if drafter else "none",
@@ -564,9 +525,9 @@ def _described(engine: Engine) -> dict[str, Any]:
         "exactness": engine.exactness,
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
-        "kernels": getattr(engine.target, "kernels", None),
-        "kernels_family": family_of(getattr(engine.target, "kernels", None)),
-        "kernels_fallback": noted_kernels()["kernels_fallback"],
+        "kernels": kernels,
+        "kernels_family": family_of(kernels),
+        "kernels_fallback": noted["kernels_fallback"] if kernels == noted["kernels"] else None,
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),
         **dataclasses.asdict(engine.memory),

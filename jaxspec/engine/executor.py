@@ -416,9 +416,9 @@ class Executor:
     # Weights and programs.
 
     def update_params(self, *, target: PyTree | None = None, drafter: PyTree | None = None) -> None:
-        """Replaces weights by others of the same structure, shapes and dtypes, packed for the
-        kernels (`LanguageModel.pack`) or as they are stored (`jaxspec.kernels.base.unpacked`);
-        nothing is recompiled. KV of the old weights stays in the state.
+        """Replaces weights by others of the same structure, shapes and dtypes, plain arrays or
+        packed for the kernels (`LanguageModel.pack`); nothing is recompiled. KV of the old weights
+        stays in the state.
 
         Raises:
           SettingError: a pytree of another structure, shape or dtype, arrays that were deleted, or

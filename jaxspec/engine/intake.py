@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 from jaxspec.decode.settings import LONGER_DRAFTS, check_draft_length
 from jaxspec.engine.admission import stop_tokens
@@ -17,6 +17,16 @@ from jaxspec.engine.queue import Ticket
 from jaxspec.errors import JaxspecWarning, SettingError, warn_once
 from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.runtime.values import flag, seconds, text, whole_number
+
+
+class RequestSettings(TypedDict, total=False):
+    """The keywords that `Engine.submit` and others share; they are those of `Engine.generate`."""
+
+    speculate: bool
+    draft_length: int | None
+    chat_template: str | None
+    chat_template_kwargs: Mapping[str, Any] | None
+    timeout_s: float | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,12 +49,13 @@ class Intake:
         self,
         prompt: Prompt,
         params: Params | None,
-        request_id: str | None,
-        speculate: bool,
-        draft_length: int | None,
-        chat_template: str | None,
-        chat_template_kwargs: Mapping[str, Any] | None,
-        timeout_s: float | None,
+        *,
+        request_id: str | None = None,
+        speculate: bool = True,
+        draft_length: int | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        timeout_s: float | None = None,
     ) -> Ticket:
         """The ticket of one prompt, whose output is awaited. See `Engine.submit`."""
         if request_id is None:

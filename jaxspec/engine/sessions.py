@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Generator, Mapping
-from typing import Any
+from typing import Any, Unpack
 
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor
-from jaxspec.engine.intake import Intake
+from jaxspec.engine.intake import Intake, RequestSettings
 from jaxspec.engine.memory import in_units
 from jaxspec.engine.queue import StreamOutput, Ticket
 from jaxspec.errors import RequestError, SettingError
@@ -83,12 +83,7 @@ class Session:
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> Completion:
         """The completion of the next turn. Other requests are decoded alongside.
 
@@ -102,16 +97,7 @@ class Session:
             unchanged.
           RequestError: the session is closed, or its last turn has not ended.
         """
-        ticket = self._intake.single(
-            prompt,
-            params,
-            None,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        )
+        ticket = self._intake.single(prompt, params, **settings)
         ticket = dataclasses.replace(ticket, has_consumer=True)
         self._core.measure()
         self.enqueue(ticket)
@@ -122,26 +108,12 @@ class Session:
         self,
         prompt: Prompt,
         params: Params | None = None,
-        *,
-        speculate: bool = True,
-        draft_length: int | None = None,
-        chat_template: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        timeout_s: float | None = None,
+        **settings: Unpack[RequestSettings],
     ) -> Generator[StreamOutput, None, None]:
         """Yields what the next turn emits, as it is emitted; the last piece holds the completion.
         Takes the arguments of `generate`, and raises the same errors, when it is called. Closing
         the iterator cancels the turn."""
-        ticket = self._intake.single(
-            prompt,
-            params,
-            None,
-            speculate,
-            draft_length,
-            chat_template,
-            chat_template_kwargs,
-            timeout_s,
-        ).streamed()
+        ticket = self._intake.single(prompt, params, **settings).streamed()
         self.enqueue(ticket)
         return self._core.stream(ticket)
 
@@ -256,7 +228,11 @@ def cache_prefix(
     check_keeps_rows(core.executor)
     one = SamplingParams(max_tokens=1, ignore_eos=True)
     ticket = intake.single(
-        prompt, one, None, False, None, chat_template, chat_template_kwargs, None
+        prompt,
+        one,
+        speculate=False,
+        chat_template=chat_template,
+        chat_template_kwargs=chat_template_kwargs,
     )
     prefix = Conversation(is_reread=not core.kept.rows.keeps_prompt_bits)
     ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)

@@ -51,7 +51,7 @@ from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.layouts import flexdraft, heads
 from jaxspec.load.layouts.tables import Layouts, sharding_of, warn_of_other_weights
-from jaxspec.load.models import DEMO_MODELS, as_model, load_model
+from jaxspec.load.models import DEMO_MODELS, as_model, load_packed
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.shapes import ShapeModel
 from jaxspec.runtime.compilation import check_not_forked
@@ -143,7 +143,7 @@ def _load_draft_model(
 ) -> MakeDrafter:
     tree = named_tree(tree) if isinstance(tree, str | int) else tree
     settings = check_settings(min_confidence, tree, kv_window, kv_sinks)
-    return lambda target: DraftModel(load_model(model, **of_model), *settings)
+    return lambda target: DraftModel(load_packed(model, **of_model), *settings)
 
 
 _OF_WINDOW = ("kv_window", "kv_sinks")

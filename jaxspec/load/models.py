@@ -37,8 +37,8 @@ from jaxspec.errors import (
     UnreadableError,
 )
 from jaxspec.kernels.registry import KernelsName, check_kernels
-from jaxspec.models import registry
-from jaxspec.models.base import LanguageModel, Model
+from jaxspec.models import decoder, registry
+from jaxspec.models.base import LanguageModel, Model, kernels_of
 from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import (
     cache_directory,
@@ -48,13 +48,11 @@ from jaxspec.runtime.directories import (
 )
 from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 from jaxspec.runtime.locks import only_writer
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, flag, text
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
 
 
-@refuse_other_names
 def load_model(
     src: str | os.PathLike,
     *,
@@ -149,14 +147,22 @@ def load_model(
         )
 
 
+def load_packed(src: str | os.PathLike, **options: Any) -> LanguageModel:
+    """`load_model` for an engine: the weights are packed for the kernels (see `packed_model`), and
+    each is freed as soon as it has been packed, so that there are never two copies of the model."""
+    model = load_model(src, **options)
+    params = decoder.pack_params(model.params, kernels_of(model), consume=True)
+    return dataclasses.replace(model, params=params)
+
+
 def as_model(model: Model | str | os.PathLike) -> Model:
-    """Loads a model by name as `load_model` does; returns a model as it is.
+    """Loads a model by name as `load_packed` does; returns a model as it is.
 
     Raises:
       SettingError: it is neither.
     """
     if isinstance(model, str | os.PathLike):
-        return load_model(model)
+        return load_packed(model)
     check_kind("model", model, Model, "a model, or a name for load_model")
     return model
 

@@ -9,7 +9,8 @@ the whole batch cannot be used.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol, runtime_checkable
+import weakref
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -216,7 +217,8 @@ class LanguageModel:
     Attributes:
       name: the name it was loaded under.
       config: architecture.
-      params: parameters as `pack` returns them, in the compute dtype (KV is read in it too).
+      params: plain arrays as they are stored, in the compute dtype (KV is read in it too). Engines
+        pack them for the kernels, see `packed_model`. A tied model has no `head`.
       eos_token_ids: from the checkpoint's generation config.
       tokenizer: None for random presets.
       generation_config: the checkpoint's generation defaults; they apply only where
@@ -247,7 +249,8 @@ class LanguageModel:
     def __post_init__(self):
         check_kernels(self.kernels)
         kv.check_kv_dtype(self.kv_dtype)
-        object.__setattr__(self, "params", self.pack(self.params))
+        params = decoder.without_tied_head(self.config, self.params, name=self.name)
+        object.__setattr__(self, "params", params)
 
     def __repr__(self) -> str:
         size = decoder.num_params(self.config) / 1e6
@@ -375,6 +378,31 @@ class LanguageModel:
     def head_rows(self, params, tokens):
         """The head's weights `[..., E]` for each of `tokens` `[...]`."""
         return decoder.head_rows(params, tokens)
+
+
+# The packed copy of each model that some engine has. Neither is kept alive.
+_packed: weakref.WeakKeyDictionary[LanguageModel, weakref.ref[LanguageModel]]
+_packed = weakref.WeakKeyDictionary()
+_Given = TypeVar("_Given", bound=Model)
+
+
+def packed_model(model: _Given) -> _Given:
+    """The model with its parameters as `LanguageModel.pack` returns them, for an engine.
+
+    All engines of a model share this copy, and it is freed with the last of them. What needs no
+    packing, such as a user's own model, is returned as it is.
+    """
+    if not isinstance(model, LanguageModel):
+        return model
+    known = _packed.get(model)
+    found: Any = None if known is None else known()
+    if found is None:
+        params = model.pack(model.params)
+        before, after = jax.tree.leaves(model.params), jax.tree.leaves(params)
+        is_packed = all(old is new for old, new in zip(before, after, strict=True))
+        found = model if is_packed else dataclasses.replace(model, params=params)
+        _packed[model] = weakref.ref(found)
+    return found
 
 
 def kernels_of(model: Model | None) -> Kernels:

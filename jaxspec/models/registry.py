@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jaxspec.cache.pages import KvDtype
 from jaxspec.errors import ModelError
-from jaxspec.kernels.registry import KernelsName, default_kernels, get_kernels
+from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig, RopeConfig
@@ -178,7 +178,6 @@ def random_model(
         raise ModelError(f"There is no preset {preset!r}; choose one of {', '.join(PRESETS)}.")
     kernels = kernels or default_kernels()
     params = decoder.init_params(config, jax.random.key(seed), dtype, sharding=sharding)
-    params = decoder.pack_params(params, get_kernels(kernels), consume=True)
     return LanguageModel(
         name=name, config=config, params=params, kernels=kernels, kv_dtype=kv_dtype
     )

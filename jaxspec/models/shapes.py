@@ -47,15 +47,13 @@ def shape_model(
       **options: other fields of `LanguageModel`.
     """
 
-    def model_of(params: PyTree) -> LanguageModel:
-        return LanguageModel(name=name, config=config, params=params, kernels=kernels)
-
     shapes = decoder.param_shapes(config)
     params = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=decoder.is_shape
     )
     if is_packed:
-        params = jax.eval_shape(lambda params: model_of(params).params, params)
+        plain = LanguageModel(name=name, config=config, params=params, kernels=kernels)
+        params = jax.eval_shape(plain.pack, params)
     return ShapeModel(name=name, config=config, params=params, kernels=kernels, **options)
 
 

@@ -24,7 +24,7 @@ from jaxspec import sampling
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import sums
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, Model, kernels_of
+from jaxspec.models.base import LanguageModel, Model, kernels_of, packed_model
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import PyTree, Window
@@ -58,6 +58,7 @@ def is_width_invariant(
     """
     if not getattr(model, "is_width_invariant", False):
         return False
+    model = packed_model(model)
     size = batch_size, verify_length, tree_depth
     if not isinstance(model, LanguageModel):
         return _try_widths(model, model.params, *size, score=_whole(model), init=model.init_cache)

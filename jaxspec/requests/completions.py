@@ -198,9 +198,14 @@ class Completions(list[Completion]):
         return f"<{self.summary}>"
 
     @property
+    def acceptance(self) -> Acceptance:
+        """The counts of all of them together."""
+        return Acceptance.total([one.acceptance for one in self])
+
+    @property
     def summary(self) -> str:
         """E.g. `1 completion, 64 tokens in 23 rounds, 2.78 per round`."""
-        total = Acceptance.total([one.acceptance for one in self])
+        total = self.acceptance
         num_tokens = sum(len(one.token_ids) for one in self)
         return f"{counted(len(self), 'completion')}, {_summary(total, num_tokens)}"
 

@@ -10,7 +10,6 @@ import numpy as np
 
 from jaxspec.errors import SettingError
 from jaxspec.models.base import LanguageModel, Model
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import (
     LARGEST_COUNT,
     flag,
@@ -29,10 +28,28 @@ HIGHEST_TEMPERATURE = 1e6
 LARGEST_SEED = 2**63 - 1
 LARGEST_N = 2**14  # completions of a prompt, each of which is a request
 LARGEST_BIAS = 100.0  # in either direction, as in OpenAI's API
-_TEMPERATURE = f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}"
+
+# Ranges of the fields that are numbers and depend on no other: the smallest and the largest of
+# whole numbers, and arguments of `number` for the others; with the range in words.
+_WHOLE_NUMBERS = {
+    "max_tokens": (1, LARGEST_COUNT, "from 1 to 2**30"),
+    "top_k": (-1, LARGEST_COUNT, "at least 1, or 0 or -1 (off)"),
+    "n": (1, LARGEST_N, f"from 1 to {LARGEST_N}"),
+}
+_PENALTY = ("from -1000 to 1000", {"least": -1e3, "most": 1e3})
+_NUMBERS: dict[str, tuple[str, dict[str, float]]] = {
+    "temperature": (
+        f"0 (greedy), or from {LOWEST_TEMPERATURE:g} to {HIGHEST_TEMPERATURE:g}",
+        {"least": 0, "most": HIGHEST_TEMPERATURE},
+    ),
+    "top_p": ("above 0 and at most 1 (off)", {"above": 0, "most": 1}),
+    "min_p": ("from 0 (off) to 1", {"least": 0, "most": 1}),
+    "repetition_penalty": ("from 0.001 to 1000", {"least": 1e-3, "most": 1e3}),
+    "presence_penalty": _PENALTY,
+    "frequency_penalty": _PENALTY,
+}
 
 
-@refuse_other_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """How one request is decoded, under vLLM's names, and with vLLM's defaults except that of
@@ -89,21 +106,16 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = None
 
     def __post_init__(self):
-        max_tokens = whole_number(
-            "max_tokens", self.max_tokens, least=1, most=LARGEST_COUNT, expected="from 1 to 2**30"
-        )
-        n = whole_number("n", self.n, least=1, most=LARGEST_N, expected=f"from 1 to {LARGEST_N}")
-        temperature = number(
-            "temperature",
-            self.temperature,
-            least=0,
-            most=HIGHEST_TEMPERATURE,
-            expected=_TEMPERATURE,
-        )
-        if 0 < temperature < LOWEST_TEMPERATURE:
-            raise refusal("temperature", self.temperature, _TEMPERATURE)
-        checked = {
-            "max_tokens": max_tokens,
+        checked: dict[str, Any] = {
+            name: whole_number(name, getattr(self, name), least=least, most=most, expected=expected)
+            for name, (least, most, expected) in _WHOLE_NUMBERS.items()
+        }
+        for name, (expected, limits) in _NUMBERS.items():
+            checked[name] = number(name, getattr(self, name), expected=expected, **limits)
+        if 0 < checked["temperature"] < LOWEST_TEMPERATURE:
+            raise refusal("temperature", self.temperature, _NUMBERS["temperature"][0])
+        max_tokens, n = checked["max_tokens"], checked["n"]
+        checked |= {
             "min_tokens": whole_number(
                 "min_tokens",
                 self.min_tokens,
@@ -111,35 +123,11 @@ class SamplingParams:
                 most=max_tokens,
                 expected="from 0 to max_tokens",
             ),
-            "temperature": temperature,
-            "top_k": whole_number(
-                "top_k",
-                self.top_k,
-                least=-1,
-                most=LARGEST_COUNT,
-                expected="at least 1, or 0 or -1 (off)",
-            ),
-            "top_p": number(
-                "top_p", self.top_p, above=0, most=1, expected="above 0 and at most 1 (off)"
-            ),
-            "min_p": number("min_p", self.min_p, least=0, most=1, expected="from 0 (off) to 1"),
-            "n": n,
             "stop": _texts("stop", self.stop),
             "stop_token_ids": _token_ids("stop_token_ids", self.stop_token_ids),
             "ignore_eos": flag("ignore_eos", self.ignore_eos),
-            "repetition_penalty": number(
-                "repetition_penalty",
-                self.repetition_penalty,
-                least=1e-3,
-                most=1e3,
-                expected="from 0.001 to 1000",
-            ),
             "logit_bias": _logit_bias(self.logit_bias),
         }
-        for name in ("presence_penalty", "frequency_penalty"):
-            checked[name] = number(
-                name, getattr(self, name), least=-1e3, most=1e3, expected="from -1000 to 1000"
-            )
         if self.seed is not None:
             checked["seed"] = whole_number(
                 "seed",
@@ -154,7 +142,7 @@ class SamplingParams:
             checked["allowed_token_ids"] = _allowed_token_ids(self.allowed_token_ids)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        if n > 1 and temperature == 0:
+        if n > 1 and self.temperature == 0:
             raise SettingError(
                 f"n {n} was given at temperature 0, where all completions are the same; set a "
                 "temperature or n to 1."

@@ -63,7 +63,6 @@ from jaxspec.requests.requests import Params, Prompt, Request, make_request
 from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram
-from jaxspec.runtime.other_names import refuse_other_names
 from jaxspec.runtime.values import check_kind, whole_number
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
@@ -114,7 +113,6 @@ class StepResult(struct.PyTreeNode, kw_only=True):
     num_accepted: jax.Array
 
 
-@refuse_other_names
 class ServingEngine:
     """Compiled functions over a `DecodeState` that the caller holds.
 
@@ -169,9 +167,10 @@ class ServingEngine:
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
         config = EngineConfig(scheduler="static", draft_length=draft_length, **settings)
-        self.target = target = as_model(target)
+        target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         parts = make_parts(target, drafter, config)
+        self.target = parts.target
         warn_of_long_rows(target, drafter, config.max_length)
         self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)

@@ -18,7 +18,6 @@ import jax
 
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import JaxspecError, SettingError
-from jaxspec.load.models import load_model
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.serving.engine import ServingEngine
@@ -73,7 +72,7 @@ def main(model: str = "demo-target") -> int:
     """Decodes the prompts on standard input, one per line, and prints the output as it grows."""
     prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     try:
-        engine = ServingEngine(load_model(model), NGram(), batch_size=4)
+        engine = ServingEngine(model, NGram(), batch_size=4)
         for number, text, finish in serve(engine, prompts, SamplingParams(max_tokens=64)):
             ending = "" if finish == Finish.RUNNING else f"  [{finish.name.lower()}]"
             print(f"{number}: {text!r}{ending}", flush=True)

@@ -16,7 +16,6 @@ import xxhash
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.errors import ModelError, SettingError
-from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import save_drafter
 from jaxspec.load.models import load_model
 from jaxspec.models.config import ModelConfig
@@ -75,7 +74,7 @@ class DrafterTask(Task):
     kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced.
 
     Attributes:
-      target: as it is loaded; `frozen` are its parameters, not packed.
+      target: as it is loaded; `frozen` are its parameters.
       config: the drafter's.
       split: the texts.
     """
@@ -85,7 +84,7 @@ class DrafterTask(Task):
     def __init__(self, settings: DrafterTrainConfig):
         super().__init__(settings)
         self.target = load_model(settings.target, dtype=settings.dtype, kernels="xla")
-        self.frozen = unpacked(self.target.params)
+        self.frozen = self.target.params
         self.config = settings.drafter_config(self.target.config)
         digest = weights_digest(self.frozen)
         self.split = self._read_split(digest)

@@ -15,7 +15,6 @@ import xxhash
 from flax import serialization
 
 from jaxspec.errors import CheckpointError, ModelError
-from jaxspec.kernels.base import unpacked
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -77,7 +76,7 @@ def load_teacher(name: str) -> Run:
             "model with one."
         )
     tokenizer = model.tokenizer.hf.backend_tokenizer
-    return Run(config=model.config, params=unpacked(model.params), tokenizer=tokenizer)
+    return Run(config=model.config, params=model.params, tokenizer=tokenizer)
 
 
 def read_tokenizer(path: pathlib.Path) -> tokenizers.Tokenizer:

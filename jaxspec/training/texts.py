@@ -27,7 +27,7 @@ import xxhash
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, ModelError, SettingError
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
@@ -149,7 +149,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
     """
     start_s = time.perf_counter()
     check_can_write(config.out)
-    target = load_model(config.target)
+    target = load_packed(config.target)
     if target.tokenizer is None:
         raise ModelError(
             f"The target {config.target} has no tokenizer, which the beginnings of texts need; "

@@ -314,7 +314,7 @@ def test_what_cannot_be_scored_is_refused(fp32):
         ([1], [1] * 400, "a larger max_length"),
         ([1], [toy.VOCAB], "ends at 60"),
     ):
-        with pytest.raises(jaxspec.PromptError, match=said):
+        with pytest.raises(jaxspec.errors.PromptError, match=said):
             list(fp32.scorer.segments(prompt, output, GREEDY))
 
 

@@ -367,7 +367,7 @@ class Branches(jaxspec.Drafter):
 
 
 DRAFT = toy.model(seed=9, width=24, **SMALL)
-TREE = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1)))
+TREE = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1)))
 
 
 def sure():
@@ -394,7 +394,9 @@ DRAFTERS = {
     "DraftModel": lambda: jaxspec.DraftModel(DRAFT),
     "DraftModel that ends drafts early": lambda: jaxspec.DraftModel(DRAFT, 0.25),
     "DraftModel of a fixed shape": lambda: jaxspec.DraftModel(DRAFT, tree=TREE),
-    "DraftModel of a beam tree": lambda: jaxspec.DraftModel(DRAFT, tree=jaxspec.BeamTree(2, 2, 4)),
+    "DraftModel of a beam tree": lambda: jaxspec.DraftModel(
+        DRAFT, tree=jaxspec.trees.BeamTree(2, 2, 4)
+    ),
     "Heads": lambda: heads.random_heads("clover", BASE),
     "Heads of a fixed shape": lambda: heads.random_heads("medusa", BASE, tree=TREE),
     "FlexDraft": lambda: flex.random_flex(native(), mode="parallel"),
@@ -431,7 +433,7 @@ LEFT_OUT = {  # checks that do not apply, where that is known
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    assert exported - {"Drafter", "TrainedDrafter"} <= set(DRAFTERS)
+    assert exported - {"Drafter"} <= set(DRAFTERS)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from jaxspec.cache import pages as kv
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.base import Model
+from jaxspec.models.registry import PRESETS
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Draft, chain_parents
 
@@ -115,7 +116,7 @@ def test_a_foreign_model_decodes_speculatively_as_it_decodes_plainly(plain, make
     engine = Engine(ForeignModel(0), drafter, draft_length=4, batch_size=3, max_length=256)
     drafted = engine.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in drafted] == [c.token_ids for c in plain]
-    total = jaxspec.Acceptance.total([c.acceptance for c in drafted])
+    total = drafted.acceptance
     assert total.num_draft_tokens > 0
     if isinstance(drafter, jaxspec.DraftModel):
         assert total.num_accepted_tokens == total.num_draft_tokens
@@ -126,7 +127,7 @@ def test_a_foreign_model_decodes_speculatively_as_it_decodes_plainly(plain, make
 
 @pytest.mark.system
 def test_a_preset_builds_and_decodes_at_reduced_size():
-    for name, config in jaxspec.PRESETS.items():
+    for name, config in PRESETS.items():
         small = dataclasses.replace(
             config,
             num_layers=2,
@@ -138,7 +139,7 @@ def test_a_preset_builds_and_decodes_at_reduced_size():
         target = jaxspec.random_model(small, dtype=jnp.float32)
         [completion] = Engine(target, batch_size=1, max_length=128).generate([[1, 2, 3]])
         assert len(completion.token_ids) == 16, name
-    with pytest.raises(jaxspec.JaxspecError, match="no preset 'gpt-2'"):
+    with pytest.raises(jaxspec.errors.JaxspecError, match="no preset 'gpt-2'"):
         jaxspec.random_model("gpt-2")
     shapes = jax.eval_shape(lambda: jaxspec.random_model("qwen3-0.6b").params)
     assert sum(x.size for x in jax.tree.leaves(shapes)) > 0.59e9

@@ -83,7 +83,11 @@ def test_several_eos_tokens_of_the_model_and_ignore_eos(engines):
     eos = (line[9], line[4])
     target = toy.model(num_layers=1, eos_token_ids=eos)
     engine = Engine(
-        target, jaxspec.Oracle(toy.sequences(truth)), draft_length=4, batch_size=2, max_length=256
+        target,
+        jaxspec.Oracle(toy.sequences(truth)),
+        draft_length=4,
+        batch_size=2,
+        max_length=256,
     )
     first = min(line.index(token) for token in eos)
     [stopped] = engine.generate([prompts[3]], SamplingParams(max_tokens=60))

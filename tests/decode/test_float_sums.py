@@ -72,8 +72,8 @@ def engine(name: str) -> jaxspec.Engine:
     target = toy.model(vocab_size=SIZE)
     own = toy.model(seed=1, vocab_size=SIZE, num_layers=1)
     chain = jaxspec.DraftModel(own, min_confidence=0.3)
-    beam = jaxspec.DraftModel(own, tree=jaxspec.BeamTree(width=2, depth=3, nodes=6))
-    static = jaxspec.DraftModel(own, tree=jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1))))
+    beam = jaxspec.DraftModel(own, tree=jaxspec.trees.BeamTree(width=2, depth=3, nodes=6))
+    static = jaxspec.DraftModel(own, tree=jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1))))
     recorded = {"max_logprobs": 2, "trace": "distributions"}
     processed = recorded | {"logprobs_mode": "processed_logprobs"}
     match name:
@@ -84,7 +84,7 @@ def engine(name: str) -> jaxspec.Engine:
         case "beam":
             settings = {"drafter": beam, **recorded}
         case "budget":
-            tree = jaxspec.BudgetTree(nodes=6, depth=3)
+            tree = jaxspec.trees.BudgetTree(nodes=6, depth=3)
             settings = {"drafter": jaxspec.DraftModel(own, tree=tree), **processed}
         case "rejection" | "block":
             settings = {"drafter": chain, "verifier": name, **recorded}

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import BeamTree, DraftModel, Engine, Oracle, SamplingParams, StaticTree
+from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.drafters.draft_tree import GREEDY_SHARPNESS, SAMPLED_SHARPNESS
+from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.executor import make_executor
 from jaxspec.errors import SettingError
 from jaxspec.models.prefill import chain_window
@@ -28,6 +29,7 @@ from jaxspec.sampling import (
     round_keys,
 )
 from jaxspec.testing import check_drafter
+from jaxspec.trees import BeamTree, StaticTree
 from jaxspec.types import BatchView, EngineShape, Verdict
 
 MODEL = toy.model(seed=9, width=24, num_layers=1)

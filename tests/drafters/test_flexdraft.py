@@ -25,6 +25,7 @@ from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import attention_inputs, unpacked
 from jaxspec.models import decoder, layers
 from jaxspec.models.prefill import chain_window
+from jaxspec.models.registry import PRESETS
 from jaxspec.requests.requests import Request
 
 MODES = ("parallel", "sequential")
@@ -581,7 +582,7 @@ def test_what_does_not_fit_is_refused(target):
 
 def test_the_papers_sizes():
     """Qwen3-8B: 16 mask rows, 10 of 36 layers, a calibrator of rank 512."""
-    preset = jaxspec.PRESETS["qwen3-8b"]
+    preset = PRESETS["qwen3-8b"]
     config = flex_config(preset)
     assert (config.block_size, config.num_deep_layers, config.rank) == (16, 10, 512)
     shapes = jax.tree.leaves(param_shapes(config), is_leaf=decoder.is_shape)

@@ -17,7 +17,7 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import SamplingParams, StaticTree, sampling
+from jaxspec import SamplingParams, sampling
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.heads.config import heads_config
 from jaxspec.drafters.heads.drafter import Heads
@@ -29,6 +29,7 @@ from jaxspec.models import decoder
 from jaxspec.requests.requests import Request
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
+from jaxspec.trees import StaticTree
 
 PROMPTS = toy.prompts((5, 1, 40, 12, 2))
 PARAMS = [

@@ -12,7 +12,7 @@ import toy
 from door import Untapped
 from live import live_kv, poison
 
-from jaxspec import BeamTree, DraftModel, Engine, Rejection, SamplingParams, Static, StaticTree
+from jaxspec import DraftModel, Engine, Rejection, SamplingParams, Static
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
 from jaxspec.engine.executor import make_executor
@@ -26,6 +26,7 @@ from jaxspec.models.config import RopeConfig
 from jaxspec.requests.requests import make_requests
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
+from jaxspec.trees import BeamTree, StaticTree
 
 WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, 32, 768
 # Two pages take turns, so a turn is 256 positions.

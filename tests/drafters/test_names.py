@@ -1,4 +1,4 @@
-"""Drafters by name, and names of other libraries."""
+"""Drafters by name."""
 
 import json
 import warnings
@@ -15,7 +15,6 @@ from jaxspec.drafters.trees import BudgetTree
 from jaxspec.errors import CheckpointError, ModelError, SettingError
 from jaxspec.load.drafters import choose_drafter, load_drafter, make_drafter, parse_drafter
 from jaxspec.models import decoder
-from jaxspec.runtime.other_names import OTHER_NAMES
 from jaxspec.schedulers import SCHEDULERS, make_scheduler
 from jaxspec.verifiers import VERIFIERS, make_verifier
 
@@ -54,7 +53,7 @@ def test_a_model_is_named_as_for_load_model(tmp_path):
     assert early.min_confidence == 0.25
     kept = load_drafter(path, TARGET, tree="2x3:5", kv_window=256, kv_dtype="int8")
     assert isinstance(kept, jaxspec.DraftModel)
-    assert kept.tree == jaxspec.BeamTree(width=2, depth=3, nodes=5)
+    assert kept.tree == jaxspec.trees.BeamTree(width=2, depth=3, nodes=5)
     assert (kept.kv_window, kept.kv_sinks, kept.model.kv_dtype) == (256, 4, "int8")
     assert load_drafter(path, TARGET, tree=kept.tree).tree == kept.tree
     assert load_drafter(path, TARGET, tree="mc_sim_7b_63").tree.num_nodes == 63
@@ -79,7 +78,7 @@ def test_heads_are_named_by_their_directory(tmp_path, monkeypatch):
     for name, tree in {
         8: BudgetTree(nodes=8, depth=2),
         "8": BudgetTree(nodes=8, depth=2),
-        "4x2:16": jaxspec.BeamTree(4, 2, 16),
+        "4x2:16": jaxspec.trees.BeamTree(4, 2, 16),
         "chain": None,
     }.items():
         assert load_drafter(path, TARGET, tree=name).tree == tree
@@ -171,24 +170,6 @@ def test_verifiers_and_schedulers_by_name():
     }
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [(jaxspec.NGram, "NGram"), (jaxspec.DraftModel, "DraftModel"),
-     (jaxspec.SamplingParams, "SamplingParams"), (jaxspec.load_model, "load_model"),
-     (lambda **wrong: jaxspec.Engine(TARGET, **wrong), "Engine"),
-     (lambda **wrong: jaxspec.Engine.generate(None, [[1]], **wrong), "Engine.generate")],
-)  # fmt: skip
-def test_names_of_other_libraries_are_refused_with_ours(call, name):
-    for theirs, ours in OTHER_NAMES[name].items():
-        with pytest.raises(SettingError) as error:
-            call(**{theirs: 1})
-        assert str(error.value) == (
-            f"{name} was given {theirs}, another library's name; use {ours}."
-        )
-    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
-        call(nonsense=1)
-
-
 def test_an_engine_of_names_and_what_it_prints(tmp_path):
     path = str(tiny.save(tmp_path, "model", text=tiny.tokenizer()))
     shape = {"batch_size": 2, "max_length": 128}
@@ -214,6 +195,6 @@ def test_more_tokens_than_fit_are_warned_of_once():
     assert (len(fits.token_ids), fits.stop_reason) == (room, None)
     assert (len(cut.token_ids), cut.stop_reason) == (room, "max_length")
     [warning] = caught
-    assert warning.category is jaxspec.JaxspecWarning
+    assert warning.category is jaxspec.errors.JaxspecWarning
     assert f"asks for {room + 9} tokens" in str(warning.message)
     assert f"max_length of 128 leaves room for {room} after its prompt of 2" in str(warning.message)

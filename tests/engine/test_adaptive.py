@@ -709,7 +709,7 @@ def test_new_weights_are_tried_at_once(adaptive_engine, target):
 
 
 def test_an_engine_chooses_the_number_of_nodes(make, target, plain):
-    beams = jaxspec.DraftModel(target, tree=jaxspec.BeamTree(width=2, depth=2, nodes=4))
+    beams = jaxspec.DraftModel(target, tree=jaxspec.trees.BeamTree(width=2, depth=2, nodes=4))
     made = make(beams, draft_length="auto", exactness="ties")
     assert (made.draft_length, made.shape.tree_depth, made.verify_lengths) == (4, 2, (1, 3, 5))
     seconds = {0: 1, 2: 1.2, 4: 1.4}

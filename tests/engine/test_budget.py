@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 import toy
 
-from jaxspec import DraftModel, Engine, SamplingParams, SettingError
+from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.engine import memory
 from jaxspec.engine.memory import bytes_of, compile_programs, fit_rows
+from jaxspec.errors import SettingError
 
 SHAPE = {"max_length": 256, "prefill_chunk": 16, "draft_length": 3, "scheduler": "static"}
 

@@ -13,20 +13,11 @@ import pytest
 import tiny
 import toy
 
-from jaxspec import (
-    DraftModel,
-    Engine,
-    NGram,
-    PromptError,
-    QueueFullError,
-    RequestError,
-    SamplingParams,
-    SettingError,
-    Static,
-)
+from jaxspec import DraftModel, Engine, NGram, SamplingParams, Static
 from jaxspec.engine import core
-from jaxspec.kernels.base import unpacked
+from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.models.base import packed_model
 from jaxspec.models.tokenizer import TextStream, TextTokenizer
 
 BATCH_SIZE = 2
@@ -379,10 +370,10 @@ def test_other_weights_of_tied_models_bring_their_own_head(kernels):
         [(c.token_ids, c.acceptance) for c in each.generate(PROMPTS, params)]
         for each in (engine, other)
     ]
-    stored = [unpacked(model.params) for model in made]
+    stored = [model.params for model in made]
     assert "head" not in stored[0]  # as `save_model` writes it
     with_heads = [{**each, "head": each["embedding"].T} for each in stored]
-    packed = [model.params for model in made]
+    packed = [packed_model(model).params for model in made]
     for forms in (stored, with_heads, packed):
         for pair in (1, 0):
             engine.update_params(target=forms[2 * pair], draft=forms[2 * pair + 1])

@@ -13,7 +13,8 @@ from collections.abc import Callable
 import pytest
 import toy
 
-from jaxspec import Engine, NGram, QueueFullError, SamplingParams
+from jaxspec import Engine, NGram, SamplingParams
+from jaxspec.errors import QueueFullError
 from jaxspec.requests.requests import make_requests
 
 PROMPTS = toy.prompts((3, 9, 1))

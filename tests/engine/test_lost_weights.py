@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import DraftModel, Engine, RequestError, SamplingParams, SettingError
+from jaxspec import DraftModel, Engine, SamplingParams
+from jaxspec.errors import RequestError, SettingError
 
 FEW = SamplingParams(max_tokens=6, ignore_eos=True)
 [PROMPT, OTHER, THIRD] = toy.prompts((9, 12, 7))

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 import jaxspec
-from jaxspec import NGram, PromptError, SamplingParams, SettingError
+from jaxspec import NGram, SamplingParams
 from jaxspec.audit import self_audit
+from jaxspec.errors import PromptError, SettingError
 from jaxspec.lab import compare
 from jaxspec.serving.engine import ServingEngine
 

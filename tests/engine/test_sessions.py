@@ -15,21 +15,12 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec import (
-    DraftModel,
-    Engine,
-    Heads,
-    NGram,
-    PromptError,
-    QueueFullError,
-    RequestError,
-    SamplingParams,
-    SettingError,
-)
+from jaxspec import DraftModel, Engine, Heads, NGram, SamplingParams
 from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.row_store import ROW_PROGRAMS
+from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
 
 SHAPE = engines.SHAPE | {"draft_length": 3}
 CHUNK = SHAPE["prefill_chunk"]

@@ -9,7 +9,8 @@ import pipelines
 import pytest
 import toy
 
-from jaxspec import Engine, NGram, SamplingParams, SettingError
+from jaxspec import Engine, NGram, SamplingParams
+from jaxspec.errors import SettingError
 from jaxspec.serving import host_loop
 from jaxspec.serving.engine import ServingEngine
 

@@ -11,7 +11,8 @@ import jax
 import pytest
 import toy
 
-from jaxspec import DraftModel, Engine, NGram, RequestError, SamplingParams, SettingError
+from jaxspec import DraftModel, Engine, NGram, SamplingParams
+from jaxspec.errors import RequestError, SettingError
 from jaxspec.runtime.compilation import Program
 
 PROMPTS = toy.prompts((3, 9, 1))

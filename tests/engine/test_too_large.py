@@ -9,11 +9,13 @@ import jax
 import pytest
 import toy
 
-from jaxspec import BeamTree, Continuous, DraftModel, Engine, NGram, Pool, SettingError
+from jaxspec import Continuous, DraftModel, Engine, NGram, Pool
 from jaxspec.engine import memory
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import largest_that_fits
+from jaxspec.errors import SettingError
 from jaxspec.serving import ServingEngine
+from jaxspec.trees import BeamTree
 
 LIMIT_S = 1.0  # of this process's own time
 FREE = 2**28

@@ -58,7 +58,7 @@ WINDOW = 6
 FLEX = {"block_size": WINDOW + 1, "num_deep_layers": 1, "confidence": 0.0}
 
 
-FIXED = jaxspec.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
+FIXED = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 0, 0)))
 
 
 def stranger(target):
@@ -74,7 +74,7 @@ DRAFTERS = {
         stranger(target), 0.25
     ),
     "DraftModel of the target, a beam tree": lambda target, _: jaxspec.DraftModel(
-        target, tree=jaxspec.BeamTree(3, 3, WINDOW)
+        target, tree=jaxspec.trees.BeamTree(3, 3, WINDOW)
     ),
     "DraftModel, a fixed shape": lambda target, _: jaxspec.DraftModel(stranger(target), tree=FIXED),
     "NGram": lambda *_: jaxspec.NGram(1, 3),
@@ -93,7 +93,7 @@ DRAFTERS = {
     "Heads of Hydra, a chain": lambda target, _: heads.random_heads("hydra", target, tree="chain"),
     "Heads of Clover, a budget": lambda target, _: heads.random_heads("clover", target),
     "Heads of Clover-2, a beam tree": lambda target, _: heads.random_heads(
-        "clover2", target, tree=jaxspec.BeamTree(2, 3, WINDOW)
+        "clover2", target, tree=jaxspec.trees.BeamTree(2, 3, WINDOW)
     ),
     "FlexDraft, parallel": lambda target, _: flex.random_flex(target, mode="parallel", **FLEX),
     "FlexDraft, sequential": lambda target, _: flex.random_flex(target, mode="sequential", **FLEX),
@@ -169,8 +169,8 @@ few_drafters = pytest.mark.parametrize(("setting", "name"), FEW, indirect=["sett
 
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
-    exported -= {"Drafter", "TrainedDrafter"}
-    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram", "Oracle"}
+    exported -= {"Drafter"}
+    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram"}
     assert exported <= {name.split()[0].rstrip(",") for name in DRAFTERS}
     target = toy.model()
     for make in DRAFTERS.values():
@@ -252,7 +252,7 @@ def check_tokens_and_kv(setting, name):
     assert token_ids(plain) == setting.expected.setdefault(program, token_ids(plain))
     if target.kernels == "native" or (target.dtype == jnp.float32 and target.kv_dtype is None):
         assert token_ids(plain) == token_ids(setting.reference[:NUM_ROWS])
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in drafted])
+    total = drafted.acceptance
     assert total.num_draft_tokens > 0
     if "Oracle" in name or "target" in name or name == "a tree":
         assert total.num_accepted_tokens > 0

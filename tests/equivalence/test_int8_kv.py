@@ -62,9 +62,9 @@ def is_plain_decoding(setting, drafter):
     ("tree", "draft_kv_dtype"),
     [
         (None, None),
-        (jaxspec.BeamTree(3, 3, 6), "int8"),
+        (jaxspec.trees.BeamTree(3, 3, 6), "int8"),
         pytest.param(None, "int8", marks=pytest.mark.slow),
-        pytest.param(jaxspec.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
+        pytest.param(jaxspec.trees.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
     ],
 )
 def test_target_and_draft_model_have_each_their_own(setting, tree, draft_kv_dtype):

@@ -166,11 +166,11 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
             tested += p_values(drawn, first, second)
     assert len(tested) > 5 * len(SETTINGS) // 2
     assert min(tested) > ALPHA / len(tested)
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
+    total = completions.acceptance
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
 
 
-STATIC = jaxspec.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
+STATIC = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
 HEADS = [("medusa", "chain"), ("medusa", STATIC), ("clover", "chain"), ("clover", STATIC)]
 
 
@@ -185,7 +185,7 @@ class WrongLaw(jaxspec.Heads):
 def smallest_p_value(target, plain, heads, *, settings):
     """Of what `Rejection` emits after drafts of heads, and how many tests there were."""
     tokens, completions = sample(engine_for(target, heads, jaxspec.Rejection()), settings=settings)
-    total = jaxspec.Acceptance.total([completion.acceptance for completion in completions])
+    total = completions.acceptance
     assert 0 < total.num_accepted_tokens < total.num_draft_tokens
     found = []
     for values, drawn in zip(settings, tokens, strict=True):

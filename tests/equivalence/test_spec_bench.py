@@ -76,7 +76,7 @@ def test_the_embedded_pair(dtype, capsys):
         plain = plain or runs[0]
         for run, name in zip(runs, ("plain", 1, 4, 7), strict=True):
             equal = sum(a.token_ids == b.token_ids for a, b in zip(run, plain, strict=True))
-            total = jaxspec.Acceptance.total([completion.acceptance for completion in run])
+            total = run.acceptance
             report(
                 f"{drafter.name:28} draft length {name!s:5} equal to plain {equal}/{len(prompts)}, "
                 f"{total.emitted_per_round:.2f} emitted per round"

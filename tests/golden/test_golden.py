@@ -13,6 +13,7 @@ import pytest
 from jaxspec.checkpoint.format import load_converted
 from jaxspec.convert import convert
 from jaxspec.convert.conversion import FAMILIES
+from jaxspec.models.base import packed_model
 from jaxspec.models.prefill import chain_window
 
 pytestmark = pytest.mark.as_shipped
@@ -23,6 +24,7 @@ GOLDEN_FILES = sorted(Path(__file__).parent.glob("*.npz"))
 
 def golden_differences(model, family: str) -> list[float]:
     """Largest difference of each prompt's logits, all prompts in one ragged batch."""
+    model = packed_model(model)
     tokens = list(hf_checkpoints.golden_arrays(family, "tokens").values())
     expected = list(hf_checkpoints.golden_arrays(family, "logits").values())
     longest = max(map(len, tokens))

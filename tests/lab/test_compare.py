@@ -216,7 +216,7 @@ def test_degenerate_samples_have_honest_intervals():
 def test_mistakes_are_refused(target, changes, sentence):
     given = {"drafters": {"none": None, "ngram": jaxspec.NGram()}, "prompts": PROMPTS} | changes
     drafters, prompts = given.pop("drafters"), given.pop("prompts")
-    with pytest.raises(jaxspec.SettingError, match=sentence):
+    with pytest.raises(jaxspec.errors.SettingError, match=sentence):
         compare(target, drafters, prompts, **given)
 
 

@@ -36,6 +36,7 @@ from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, model_axes
 from jaxspec.lab.plan.speed import tokens_per_s
+from jaxspec.models.base import packed_model
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
 from jaxspec.verifiers import Coupled, Rejection
@@ -462,7 +463,7 @@ def test_no_plan_takes_less_than_the_smallest_that_works(monkeypatch):
 
     monkeypatch.setattr(planner, "bytes_of", compile_one)
     with pytest.raises(SettingError, match="the smallest that works is") as refused:
-        plan_memory(target, None, num_bytes(target.params) + 1, **options)
+        plan_memory(target, None, num_bytes(packed_model(target).params) + 1, **options)
     least = int(str(refused.value).split(" bytes), with")[0].split("(")[-1])
     assert "batch 1, max_length 384, no drafter" in str(refused.value)
     assert plan_memory(target, None, least, **options).chosen.bytes.total_bytes == least
@@ -622,7 +623,7 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     search = dataclasses.replace(NODES, draft_lengths=(length,))
     found = plan_with(draft_model(**options), acceptance=BY_NODE, search=search, context=300)
     assert found.settings.draft_length == length
-    assert "tree=jaxspec.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
+    assert "tree=jaxspec.trees.BeamTree(width=2, depth=3, nodes=6)" in found.describe()
     check_whole(found, target, draft_model(**options))
     with pytest.raises(SettingError, match="The plan has tree="):
         found.engine(target, draft_model(tree=None, **options))

@@ -72,7 +72,7 @@ def draft():
 def total(engine, prompts, params):
     """What the outputs of prompts accepted in all."""
     completions = engine.generate(prompts, params)
-    return jaxspec.Acceptance.total([each.acceptance for each in completions])
+    return completions.acceptance
 
 
 def of_samples(target, drafter, nodes, max_tokens):
@@ -138,7 +138,7 @@ def test_tokens_that_a_session_prefills(target):
 def test_rounds_of_a_tree(target, draft):
     found = document("trees-cpu.json")
     wanted = page_tables.one(found["acceptance"], tree="beam", num_nodes=16, temperature=0.0)
-    drafter = jaxspec.DraftModel(draft, tree=jaxspec.BeamTree(width=4, depth=8, nodes=16))
+    drafter = jaxspec.DraftModel(draft, tree=jaxspec.trees.BeamTree(width=4, depth=8, nodes=16))
     counted = of_samples(target, drafter, 16, found["config"]["max_tokens"])
     assert counted == wanted["emitted_per_round"]
 

@@ -1,6 +1,8 @@
-"""The head of a model in two steps, and what it knows of a token: whole, packed and tied."""
+"""The head of a model in two steps, what it knows of a token, and packed weights."""
 
 import dataclasses
+import gc
+import weakref
 
 import jax
 import jax.numpy as jnp
@@ -8,12 +10,14 @@ import numpy as np
 import pytest
 import toy
 
-from jaxspec import SettingError
+from jaxspec import DraftModel, Engine, load_model
+from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import num_bytes
+from jaxspec.errors import SettingError
 from jaxspec.kernels.base import PackedWeight, TiedEmbedding, unpacked
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder
-from jaxspec.models.base import HeadedModel, LanguageModel
+from jaxspec.models.base import HeadedModel, LanguageModel, packed_model
 from jaxspec.models.prefill import chain_window
 
 
@@ -23,7 +27,7 @@ from jaxspec.models.prefill import chain_window
 def test_two_steps_make_the_logits_and_rows_are_those_of_the_head(kernels, dtype, is_tied):
     model = toy.model(kernels=kernels, dtype=dtype, is_tied=is_tied, num_layers=1)
     assert isinstance(model, HeadedModel)
-    params = unpacked(model.params)
+    params, model = model.params, packed_model(model)
     assert is_tied or isinstance(model.params["head"], PackedWeight) == (kernels == "native")
     head = params["embedding"].T if is_tied else params["head"]
     hidden = jax.random.normal(jax.random.key(0), (2, 3, 32), jnp.float32).astype(dtype)
@@ -47,19 +51,11 @@ def test_an_untied_head_that_is_packed_is_not_unpacked_for_a_few_rows():
     assert max(out.aval.size for eqn in program.eqns for out in eqn.outvars) <= 2 * 32
 
 
-def stored(model):
-    """The parameters of a model in the form in which checkpoints have them."""
-    shapes = decoder.param_shapes(model.config)
-    params = unpacked(model.params)
-    assert jax.tree.map(jnp.shape, params) == shapes
-    return params
-
-
 @pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_tied_model_keeps_its_embedding_once_and_computes_the_same_bits(kernels, dtype):
     tied = toy.model(kernels=kernels, dtype=dtype, is_tied=True, num_layers=1)
-    params = stored(tied)
+    params, tied = tied.params, packed_model(tied)
     embedding = tied.params["embedding"]
     assert isinstance(embedding, TiedEmbedding)
     assert "head" not in tied.params
@@ -67,12 +63,8 @@ def test_a_tied_model_keeps_its_embedding_once_and_computes_the_same_bits(kernel
     assert num_bytes(embedding) <= 64 * 32 * dtype.dtype.itemsize  # panels of 16 columns
     # What it was made of: a table and a head.
     config = dataclasses.replace(tied.config, is_tied=False)
-    both = LanguageModel(
-        name="both",
-        config=config,
-        params={**params, "head": params["embedding"].T},
-        kernels=kernels,
-    )
+    own = {**params, "head": params["embedding"].T}
+    both = packed_model(LanguageModel(name="both", config=config, params=own, kernels=kernels))
     assert num_bytes(both.params) > num_bytes(tied.params)
     tokens = jnp.asarray([[0, 15, 16, -1, 60, 61, 10**6]], jnp.int32)
     found = {}
@@ -93,25 +85,25 @@ def test_a_tied_model_keeps_its_embedding_once_and_computes_the_same_bits(kernel
 @pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
 def test_a_tied_model_may_be_made_again_from_any_form_of_its_parameters(kernels):
     model = toy.model(kernels=kernels, is_tied=True, num_layers=1)
-    params = stored(model)
-    for given in (model.params, params, {**params, "head": params["embedding"].T}):
+    params, packed = model.params, packed_model(model).params
+    for given in (packed, params, {**params, "head": params["embedding"].T}):
         again = dataclasses.replace(model, params=given, kernels="xla")
-        jax.tree.map(np.testing.assert_array_equal, stored(again), params)
-        jax.tree.map(np.testing.assert_array_equal, model.pack(again.params), model.params)
+        jax.tree.map(np.testing.assert_array_equal, unpacked(again.params), params)
+        jax.tree.map(np.testing.assert_array_equal, model.pack(again.params), packed)
     again.check_params()
-    shapes = jax.eval_shape(lambda: dataclasses.replace(model, params=params).params)
-    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, model.params)
+    shapes = jax.eval_shape(model.pack, params)
+    assert jax.tree.map(jnp.shape, shapes) == jax.tree.map(jnp.shape, packed)
 
 
 def test_a_head_that_is_not_the_embeddings_is_refused_where_the_config_says_tied():
     model = toy.model(is_tied=True, num_layers=1)
-    params = stored(model)
+    params = model.params
     others = {
         "other": params["embedding"].T.at[3, 5].add(1),
         "not transposed": params["embedding"],
-        "packed": toy.model(kernels=default_kernels(), is_tied=False, num_layers=1, seed=1).params[
-            "head"
-        ],
+        "packed": packed_model(
+            toy.model(kernels=default_kernels(), is_tied=False, num_layers=1, seed=1)
+        ).params["head"],
     }
     for head in others.values():
         with pytest.raises(SettingError, match="toy0 says that its head is tied"):
@@ -125,6 +117,7 @@ def test_no_loop_converts_the_whole_embedding_to_float32(kernels, is_tied):
     model = toy.model(
         kernels=kernels, dtype=jnp.bfloat16, is_tied=is_tied, num_layers=1, vocab_size=1009
     )
+    model = packed_model(model)
 
     def sums(params, tokens, read):
         def body(i, total):
@@ -137,3 +130,61 @@ def test_no_loop_converts_the_whole_embedding_to_float32(kernels, is_tied):
         tokens = jnp.zeros((2,), jnp.int32)
         compiled = program.lower(model.params, tokens, read).compile()
         assert compiled.memory_analysis().temp_size_in_bytes < 1009 * 32 * 2
+
+
+# Plain arrays in a model, packed ones in an engine
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_params_are_plain_arrays_that_can_be_differentiated(is_tied):
+    model = toy.model(kernels=default_kernels(), is_tied=is_tied, num_layers=1)
+    assert jax.tree.map(jnp.shape, model.params) == decoder.param_shapes(model.config)
+    tokens, one_text = jnp.arange(1, 9)[None], jnp.zeros((1, 8), jnp.int32)
+
+    @jax.jit
+    @jax.value_and_grad
+    def loss(params):
+        logits = decoder.training_logits(model.config, params, tokens, one_text)
+        logprobs = jax.nn.log_softmax(logits[:, :-1])
+        return -jnp.mean(jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1))
+
+    before, gradients = loss(model.params)
+    assert all(bool(jnp.any(leaf != 0)) for leaf in jax.tree.leaves(gradients))
+    step = jax.tree.map(lambda leaf, slope: leaf - 0.1 * slope, model.params, gradients)
+    assert loss(step)[0] < before
+
+
+def test_engines_of_a_model_share_its_packed_weights_while_there_are_engines():
+    model = toy.model(kernels=default_kernels(), num_layers=1)
+    settings = {"batch_size": 1, "max_length": 128}
+    first = make_executor(model, DraftModel(model), draft_length=2, **settings)
+    second = make_executor(model, **settings)
+    leaves = [jax.tree.leaves(each.target_params) for each in (first, second)]
+    leaves.append(jax.tree.leaves(first.params["drafter"]))
+    for ours, *others in zip(*leaves, strict=True):
+        places = {each.unsafe_buffer_pointer() for each in (ours, *others)}
+        assert places == {ours.unsafe_buffer_pointer()}
+    copy = weakref.ref(packed_model(model))
+    assert copy() is not model
+    del first, second, leaves, ours, others
+    gc.collect()
+    assert copy() is None
+
+
+def test_an_engine_that_loads_its_models_itself_keeps_one_copy_of_their_weights():
+    """What it counts is all that there is; a model that somebody else has stays as it is."""
+
+    def live_bytes():
+        gc.collect()
+        return sum(leaf.nbytes for leaf in jax.live_arrays())
+
+    before = live_bytes()
+    engine = Engine("demo-target", "demo-draft", batch_size=1, max_length=128)
+    made = live_bytes() - before
+    assert engine.memory.weights_bytes <= made < 1.02 * engine.memory.weights_bytes
+    del engine
+    models = load_model("demo-target"), load_model("demo-draft")
+    engine = Engine(models[0], DraftModel(models[1]), batch_size=1, max_length=128)
+    made = live_bytes() - before
+    assert made > 1.9 * engine.memory.weights_bytes
+    assert all(isinstance(leaf, jax.Array) for leaf in models[0].params["layers"][0].values())

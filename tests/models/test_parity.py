@@ -15,6 +15,7 @@ import pytest
 
 from jaxspec.checkpoint.format import load_converted
 from jaxspec.convert import convert
+from jaxspec.models.base import packed_model
 from jaxspec.models.prefill import chain_window
 
 torch = pytest.importorskip("torch")
@@ -31,7 +32,7 @@ def pair_of(variant: str, root: Path):
     reference = hf_checkpoints.write(root / "hf", variant, shard_size="30KB")
     assert len(list((root / "hf").glob("*.safetensors"))) > 1
     convert(root / "hf", root / "out")
-    return reference, load_converted(root / "out", dtype="float32")
+    return reference, packed_model(load_converted(root / "out", dtype="float32"))
 
 
 @pytest.fixture(scope="module")

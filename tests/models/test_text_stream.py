@@ -7,41 +7,19 @@ import doctest
 import pipelines
 import pytest
 import tiny
-import tokenizers
-import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxspec.models.tokenizer
-from jaxspec.models.tokenizer import TextStream, TextTokenizer
+from jaxspec.models.tokenizer import TextStream
 
-WORDS = ("▁", "a", "▁a", "b", "▁the")
-
-
-def byte_fallback() -> TextTokenizer:
-    """As in Llama's: `▁` for a space, the first of which is dropped, and bytes for what is not in
-    the vocabulary, a run of which is decoded as one."""
-    vocab = {"<unk>": 0, "</s>": 1}
-    vocab |= {f"<0x{byte:02X}>": 2 + byte for byte in range(256)}
-    vocab |= {word: 258 + index for index, word in enumerate(WORDS)}
-    pipeline = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token="<unk>")
-    )
-    decoders = tokenizers.decoders
-    pipeline.decoder = decoders.Sequence(
-        [
-            decoders.Replace("▁", " "),
-            decoders.ByteFallback(),
-            decoders.Fuse(),
-            decoders.Strip(" ", 1, 0),
-        ]
-    )
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=pipeline, eos_token="</s>")
-    return TextTokenizer(fast, ())
-
-
-BYTES, FALLBACK = tiny.tokenizer(), byte_fallback()
-THE = 258 + WORDS.index("▁the")
+BYTES = tiny.tokenizer()
+PIPELINES = {kind: pipelines.sentencepiece(kind, words=("▁the", "cat")) for kind in pipelines.KINDS}
+# `▁` for a space, the first of which is dropped, and bytes for what is not in the vocabulary, a run
+# of which is decoded as one.
+LLAMA = PIPELINES["strip"]
+THE = LLAMA.hf.convert_tokens_to_ids("▁the")
+FIRST_BYTE = len(pipelines.SPECIAL)
 
 
 def streamed(stream, token_ids, sizes=(1,)):
@@ -55,7 +33,7 @@ def streamed(stream, token_ids, sizes=(1,)):
 
 
 def fallback_ids(text: str) -> list[int]:
-    return [2 + byte for byte in text.encode()]
+    return [FIRST_BYTE + byte for byte in text.encode()]
 
 
 sizes = st.lists(st.integers(0, 5), min_size=1, max_size=4).filter(any)
@@ -78,8 +56,10 @@ def test_no_unfinished_character_is_shown(text, sizes):
 # Words, special tokens, and characters as runs of byte tokens.
 fallback_tokens = st.lists(
     st.one_of(
-        st.integers(258, 257 + len(WORDS)).map(lambda word: [word]),
-        st.just([1]),
+        st.sampled_from(["▁", "a", "b", "▁the", "cat"]).map(
+            lambda word: [LLAMA.hf.convert_tokens_to_ids(word)]
+        ),
+        st.just([2]),
         st.sampled_from("é你😀x").map(fallback_ids),
     ),
     max_size=30,
@@ -88,21 +68,21 @@ fallback_tokens = st.lists(
 
 @given(fallback_tokens, sizes)
 def test_runs_of_bytes_and_dropped_spaces_join_to_their_text(ids, sizes):
-    assert "".join(streamed(FALLBACK.stream(), ids, sizes)) == FALLBACK.decode(ids)
-    shown = FALLBACK.hf.decode(ids, clean_up_tokenization_spaces=False)
-    assert "".join(streamed(FALLBACK.stream(skip_special_tokens=False), ids, sizes)) == shown
+    assert "".join(streamed(LLAMA.stream(), ids, sizes)) == LLAMA.decode(ids)
+    shown = LLAMA.hf.decode(ids, clean_up_tokenization_spaces=False)
+    assert "".join(streamed(LLAMA.stream(skip_special_tokens=False), ids, sizes)) == shown
 
 
 def test_characters_come_with_the_token_that_completes_them():
-    pieces = streamed(FALLBACK.stream(), [THE, *fallback_ids("你你"), 1, THE])
+    pieces = streamed(LLAMA.stream(), [THE, *fallback_ids("你你"), 2, THE])
     assert pieces == ["the", "", "", "你", "", "", "你", "", " the", ""]
 
 
 def test_what_was_returned_is_not_taken_back():
     """The run's text turns into four U+FFFD; `DecodeStream` raises here."""
-    ids = [*fallback_ids("你"), 2 + 0xFF, THE]
-    assert FALLBACK.decode(ids) == "\ufffd" * 4 + " the"
-    assert streamed(FALLBACK.stream(), ids) == ["", "", "你", "", "\ufffd" * 3 + " the", ""]
+    ids = [*fallback_ids("你"), FIRST_BYTE + 0xFF, THE]
+    assert LLAMA.decode(ids) == "\ufffd" * 4 + " the"
+    assert streamed(LLAMA.stream(), ids) == ["", "", "你", "", "\ufffd" * 3 + " the", ""]
 
 
 def test_a_stream_that_does_not_wait_is_noticed():
@@ -135,9 +115,6 @@ def test_a_long_output_is_not_decoded_again_and_again():
 
 
 # Outputs are decoded after their prompts: the whole text is the oracle.
-
-PIPELINES = {kind: pipelines.sentencepiece(kind, words=("▁the", "cat")) for kind in pipelines.KINDS}
-LLAMA = PIPELINES["strip"]
 
 
 def ids_of(text: str) -> list[int]:

@@ -15,7 +15,7 @@ import toy
 from jaxspec.kernels import cpu, registry, sums
 from jaxspec.kernels.base import Kernels
 from jaxspec.models import width_probe
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, packed_model
 from jaxspec.models.width_probe import is_width_invariant
 
 pytestmark = [
@@ -106,7 +106,7 @@ class DeclaredModel(OwnModel):
 
 
 def test_a_model_from_outside_declares_it_or_does_not(caplog):
-    inside = toy.model(kernels="native", num_layers=1)
+    inside = packed_model(toy.model(kernels="native", num_layers=1))
     assert not holds(OwnModel(inside))
     assert holds(DeclaredModel(inside))
     assert not caplog.records
@@ -115,7 +115,8 @@ def test_a_model_from_outside_declares_it_or_does_not(caplog):
 def test_a_model_from_outside_that_declares_it_wrongly_is_caught(monkeypatch, caplog):
     monkeypatch.setitem(registry.KERNELS, "wrong", (__name__, "WRONG"))
     with caplog.at_level(logging.WARNING):
-        assert not holds(DeclaredModel(dataclasses.replace(toy.model(), kernels="wrong")))
+        wrong = packed_model(dataclasses.replace(toy.model(), kernels="wrong"))
+        assert not holds(DeclaredModel(wrong))
     assert caplog.records
 
 

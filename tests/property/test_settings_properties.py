@@ -24,22 +24,16 @@ from hypothesis import strategies as st
 
 import jaxspec
 from jaxspec import (
-    BeamTree,
-    BudgetTree,
     Continuous,
     Coupled,
     DraftModel,
     Engine,
     Heads,
-    JaxspecError,
     NGram,
     Oracle,
     Pool,
     SamplingParams,
-    Session,
-    StaticTree,
     Typical,
-    best_static_tree,
 )
 from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.outputs import Output, OutputsFile
@@ -48,9 +42,12 @@ from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.engine.config import EngineSettings, ServingSettings
 from jaxspec.engine.executor import make_executor
+from jaxspec.engine.intake import RequestSettings
+from jaxspec.errors import JaxspecError
 from jaxspec.lab.plan.request import Search
 from jaxspec.runtime.values import shown
 from jaxspec.serving import ServingEngine
+from jaxspec.trees import BeamTree, BudgetTree, StaticTree, best_static_tree
 
 LIMIT_S = 1.0  # of this process's own time, which other processes do not lengthen
 LONGEST_MESSAGE = 700
@@ -196,7 +193,7 @@ def with_keywords(settings, *others):
     def function(*_):
         raise NotImplementedError
 
-    names = ("target", "drafter", *others, *typing.get_type_hints(settings))
+    names = (*others, *typing.get_type_hints(settings))
     parameters = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in names]
     function.__signature__ = inspect.Signature(parameters)
     return function
@@ -205,7 +202,9 @@ def with_keywords(settings, *others):
 def every_door():
     """By name: a function, where its parameters are declared, those that are left out, and right
     values for those that it needs. Texts for some are looked up on the hub, and not given."""
-    single = {"prompt": PROMPT, "params": GREEDY}
+    single, models = {"prompt": PROMPT, "params": GREEDY}, ("target", "drafter")
+    turn = with_keywords(RequestSettings, "prompt", "params")
+    request = with_keywords(RequestSettings, "prompt", "params", "request_id", "session")
     wanted = {"target": target(), "drafter": NGram(), **SHAPE}
     compared = {"target": target(), "drafters": {"a": None, "b": NGram()}, "prompts": [PROMPT]}
     planned = {"target": target(), "draft": None, "budget_bytes": 2**30}
@@ -222,11 +221,11 @@ def every_door():
     config = heads.random_heads("medusa", heads.target())
     return {
         "SamplingParams": (SamplingParams, None, "", {}),
-        "Engine": (Engine, with_keywords(EngineSettings), "", wanted),
-        "make_executor": (make_executor, with_keywords(EngineSettings), "", wanted),
+        "Engine": (Engine, with_keywords(EngineSettings, *models), "", wanted),
+        "make_executor": (make_executor, with_keywords(EngineSettings, *models), "", wanted),
         "ServingEngine": (
             ServingEngine,
-            with_keywords(ServingSettings, "draft_length"),
+            with_keywords(ServingSettings, *models, "draft_length"),
             "",
             wanted,
         ),
@@ -236,9 +235,9 @@ def every_door():
             "prompts",
             {"prompts": [PROMPT], "params": GREEDY},
         ),
-        "submit": (on_engine("submit"), Engine.submit, "prompt", single),
-        "stream": (on_engine("stream"), Engine.stream, "prompt", single),
-        "astream": (on_engine("astream"), Engine.astream, "prompt", single),
+        "submit": (on_engine("submit"), request, "prompt", single),
+        "stream": (on_engine("stream"), request, "prompt", single),
+        "astream": (on_engine("astream"), request, "prompt", single),
         "session": (on_engine("session"), Engine.session, "", {}),
         "cache_prefix": (
             on_engine("cache_prefix"),
@@ -248,8 +247,8 @@ def every_door():
         ),
         "cancel": (on_engine("cancel"), Engine.cancel, "", {}),
         "update_params": (on_engine("update_params"), Engine.update_params, "", {}),
-        "Session.generate": (on_session("generate"), Session.generate, "prompt", single),
-        "Session.stream": (on_session("stream"), Session.stream, "prompt", single),
+        "Session.generate": (on_session("generate"), turn, "prompt", single),
+        "Session.stream": (on_session("stream"), turn, "prompt", single),
         "prefill": (serving().prefill, None, "prompt", single),
         "insert": (on_state("insert", "row", "prefilled"), ServingEngine.insert, "", {}),
         "serving.generate": (on_state("generate"), ServingEngine.generate, "", {}),
@@ -269,7 +268,7 @@ def every_door():
         "Coupled": (Coupled, None, "", {}),
         "Search": (Search, None, "", {}),
         "compare": (jaxspec.compare, None, "prompts", {**compared, "on_stage": stop}),
-        "plan_memory": (jaxspec.plan_memory, None, "", {**planned, "say": stop}),
+        "plan_memory": (jaxspec.planning.plan_memory, None, "", {**planned, "say": stop}),
         "audit_engine": (
             audit_engine,
             None,

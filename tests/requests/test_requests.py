@@ -32,78 +32,6 @@ MODEL = tiny.model(text=tiny.tokenizer())
 BARE = tiny.model()
 
 
-NAN, INF = float("nan"), float("inf")
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_tokens": 0}, "max_tokens 0 was given; it must be from 1"),
-        ({"max_tokens": 2**31}, "max_tokens 2147483648"),
-        ({"max_tokens": 2.5}, "max_tokens 2.5 was given; it must be a whole number"),
-        ({"max_new_tokens": 3}, "was given max_new_tokens, another library's name; use max_tokens"),
-        ({"do_sample": True}, "use temperature"),
-        ({"min_tokens": -1}, "min_tokens -1"),
-        ({"min_tokens": 17}, "min_tokens 17 was given; it must be from 0 to max_tokens"),
-        ({"temperature": -0.5}, "temperature -0.5 was given; it must be 0 (greedy)"),
-        ({"temperature": 1e-4}, "temperature 0.0001"),
-        ({"temperature": NAN}, "temperature nan"),
-        ({"temperature": INF}, "temperature inf"),
-        ({"temperature": 1e39}, "temperature 1e+39"),
-        ({"temperature": "hot"}, "temperature 'hot' was given; it must be a number"),
-        ({"temperature": None}, "temperature None was given; it must be a number"),
-        ({"top_k": -2}, "top_k -2"),
-        ({"top_k": 2**40}, "top_k 1099511627776"),
-        ({"top_k": 0.5}, "top_k 0.5 was given; it must be a whole number"),
-        ({"top_p": 0}, "top_p 0 was given; it must be above 0 and at most 1"),
-        ({"top_p": 1.01}, "top_p 1.01"),
-        ({"top_p": NAN}, "top_p nan"),
-        ({"min_p": -0.1}, "min_p -0.1"),
-        ({"min_p": 1.1}, "min_p 1.1"),
-        ({"seed": -1}, "seed -1"),
-        ({"seed": 2**63}, "seed 9223372036854775808"),
-        ({"seed": 1.0}, "seed 1.0 was given; it must be a whole number"),
-        ({"seed": 2**63 - 1, "n": 2, "temperature": 1.0}, "each completion has its own"),
-        ({"n": 0}, "n 0 was given; it must be from 1 to 16384"),
-        ({"n": 10**9, "temperature": 1.0}, "n 1000000000 was given; it must be from 1 to 16384"),
-        ({"n": 2}, "n 2 was given at temperature 0"),
-        ({"stop": ("a", "")}, "stop ('a', '') was given; it must be texts that are not empty"),
-        ({"stop": [3]}, "stop (3,)"),
-        ({"stop": 3}, "stop 3 was given; it must be a list"),
-        ({"stop_token_ids": 3}, "stop_token_ids 3 was given; it must be a list"),
-        ({"stop_token_ids": ("a",)}, "stop_token_ids ('a',) was given; it must be token ids"),
-        ({"logprobs": -1}, "logprobs -1"),
-        ({"repetition_penalty": 0}, "repetition_penalty 0"),
-        ({"repetition_penalty": 1e-50}, "repetition_penalty 1e-50"),
-        ({"presence_penalty": NAN}, "presence_penalty nan"),
-        ({"presence_penalty": 1e300}, "presence_penalty 1e+300"),
-        ({"frequency_penalty": -INF}, "frequency_penalty -inf"),
-    ],
-)
-def test_values_out_of_range(options, message):
-    with pytest.raises(SettingError) as raised:
-        SamplingParams(**options)
-    assert message in str(raised.value)
-    assert str(raised.value).count(".\n") == 0
-
-
-def test_values_at_the_edges_are_taken():
-    for options in (
-        {"temperature": 1e-3},
-        {"temperature": 1},
-        {"temperature": np.float32(0.5)},
-        {"top_k": -1},
-        {"top_k": np.int64(5)},
-        {"top_p": 1},
-        {"min_p": 1.0},
-        {"seed": 2**63 - 1},
-        {"seed": 2**63 - 2, "n": 2, "temperature": 1.0},
-        {"min_tokens": 16},
-        {"logprobs": 0},
-    ):
-        SamplingParams(**options)
-
-
 def test_names_and_forms():
     assert SamplingParams().temperature == 0
     assert SamplingParams(stop="###") == SamplingParams(stop=["###"])
@@ -147,23 +75,12 @@ def test_changes_win_over_a_checkpoints_defaults():
         SamplingParams.from_generation_config(model, temperature=-1)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("num_beams", 4),
-        ("typical_p", 0.9),
-        ("no_repeat_ngram_size", 3),
-        ("suppress_tokens", [5]),
-        ("guidance_scale", 1.5),
-        ("min_length", 10),
-        ("num_return_sequences", 3),
-        ("top_h", 0.4),
-    ],
-)
-def test_defaults_that_cannot_be_followed(name, value):
-    model = recommending(do_sample=True, **{name: value})
-    with pytest.raises(SettingError, match=rf"asks for {name}.*not supported"):
-        SamplingParams.from_generation_config(model)
+def test_defaults_that_cannot_be_followed():
+    asked = {"num_beams": 4, "typical_p": 0.9, "suppress_tokens": [5], "min_length": 10}
+    for name, value in asked.items():
+        model = recommending(do_sample=True, **{name: value})
+        with pytest.raises(SettingError, match=rf"asks for {name}.*not supported"):
+            SamplingParams.from_generation_config(model)
 
 
 def test_a_prompt_with_several_completions():
@@ -579,12 +496,8 @@ def test_requests_are_numbered_and_keep_their_params():
 @pytest.mark.parametrize(
     ("prompt", "model", "message"),
     [
-        ("", MODEL, "empty"),
-        ([], MODEL, "empty"),
         ("text", BARE, "has no tokenizer; give token ids"),
         ([{"role": "user", "content": "x"}], BARE, "has no tokenizer"),
-        ([1, 2.5], MODEL, "not of token ids"),
-        (["a", "b"], MODEL, "not of token ids"),
         ([5, tiny.VOCAB], MODEL, f"holds the token id {tiny.VOCAB}"),
         ([-1], MODEL, "holds the token id -1"),
         ([2, 3, 4, 5], MODEL, "has 4 tokens, and the engine's max_length leaves room for 3"),
@@ -641,7 +554,5 @@ def test_sampling_parameters_as_dicts():
         assert [request.params for request in found] == [one, one]
     with pytest.raises(SettingError, match="no sampling parameter 'tempo'; choose from max_tok"):
         as_sampling_params({"tempo": 3})
-    with pytest.raises(SettingError, match="was given do_sample, another library's name; use temp"):
-        as_sampling_params({"do_sample": True})
     with pytest.raises(SettingError, match="of type int were given"):
         as_sampling_params(3)

@@ -34,21 +34,17 @@ def tokenized(*texts, **options):
 # What was given, and the prompts that it is.
 ONE = {
     "text": ("ab", "ab"),
-    "NumPy's text": (np.str_("ab"), "ab"),
     "ids": ([5, 6], [5, 6]),
-    "ids in a tuple": ((5, 6), [5, 6]),
     "a range": (range(5, 7), [5, 6]),
     "a deque": (collections.deque([5, 6]), [5, 6]),
     "array.array": (array.array("i", [5, 6]), [5, 6]),
     "NumPy ids": (np.array([5, 6], np.uint16), [5, 6]),
     "JAX ids": (jnp.array([5, 6]), [5, 6]),
     "PyTorch ids": (TORCH.tensor([5, 6]), [5, 6]),
-    "NumPy scalars": ([np.int64(5), 6], [5, 6]),
     "JAX scalars": (list(jnp.array([5, 6])), [5, 6]),
     "PyTorch scalars": (list(TORCH.tensor([5, 6])), [5, 6]),
     "a batch of one": (np.array([[5, 6]]), [5, 6]),
     "a chat": ([HELLO, BYE], [HELLO, BYE]),
-    "a chat in a tuple": ((HELLO,), [HELLO]),
     "messages that are no dicts": ([types.MappingProxyType(HELLO)], [HELLO]),
     "a dict of text": ({"prompt": "ab"}, "ab"),
     "a dict of ids": ({"prompt_token_ids": np.array([5, 6])}, [5, 6]),
@@ -87,18 +83,14 @@ def test_one_prompt(name):
     ("given", "expected"),
     [
         ([], []),
-        ((), []),
         (["ab"], ["ab"]),
         (np.array(["ab", "c"]), ["ab", "c"]),
         ([[5, 6], [7]], [[5, 6], [7]]),
-        ([[HELLO], [BYE]], [[HELLO], [BYE]]),
         (["ab", [5], [HELLO]], ["ab", [5], [HELLO]]),
         (np.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
-        (jnp.array([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
         (TORCH.tensor([[5, 6], [7, 8]]), [[5, 6], [7, 8]]),
         (np.array([[5], [6, 7]], object), [[5], [6, 7]]),
         ([np.array([5, 6]), jnp.array([7])], [[5, 6], [7]]),
-        ([TORCH.tensor([5]), TORCH.tensor([7])], [[5], [7]]),
         ([{"prompt": "a"}, {"prompt_token_ids": [5]}], ["a", [5]]),
         ({"input_ids": [[5, 6], [7]]}, [[5, 6], [7]]),
         ({"input_ids": np.array([[5, 6], [7, 1]]), "attention_mask": [[1, 1], [1, 0]]},
@@ -128,26 +120,18 @@ REFUSED = {
     "None": (None, "is None; give text"),
     "a number": (5, "of type int"),
     "bytes": (b"ab", "bytes, which are decoded with .decode()"),
-    "a bytearray": (bytearray(b"ab"), "bytes"),
     "a memoryview": (memoryview(b"ab"), "bytes"),
     "a generator": ((x for x in "ab"), "a generator, which list(...) makes a list"),
-    "a map": (map(int, "56"), "a map, which list(...)"),
     "a set": ({5, 6}, "of type set"),
     "no text": ("", "is empty; give at least one token"),
     "no ids": ([], "is empty"),
-    "no ids in an array": (np.zeros((0,), int), "is empty"),
     "a scalar array": (np.array(5), "of type int"),
     "floats": ([5.0, 6.0], "not of token ids"),
-    "floats in an array": (np.array([5.0]), "not of token ids"),
     "bools": ([True, False], "not of token ids"),
     "bools in arrays": (list(TORCH.tensor([True])), "not of token ids"),
-    "texts": (["a", "b"], "not of token ids"),
     "nested ids": ([[5, 6]], "not of token ids"),
     "several rows": (np.array([[5], [6]]), "has 2 rows of token ids, and one is expected"),
-    "three axes": (np.zeros((1, 1, 2), int), "not of token ids"),
-    "several texts of a tokenizer": ({"input_ids": [[5], [6]]}, "has 2 rows"),
     "ids and words": ([5, "a"], "not of token ids"),
-    "messages and words": ([HELLO, "a"], "not of token ids"),
     "Nones": ([None], "not of token ids"),
     "an unreadable array": (Unreadable(), "cannot be read (RuntimeError)"),
     "an Encoding": (tiny.tokenizer().hf.backend_tokenizer.encode("a"), "of type Encoding"),
@@ -157,19 +141,14 @@ REFUSED = {
     "two prompts": ({"prompt": "a", "prompt_token_ids": [5]}, "is a dict with 'prompt', 'prompt_"),
     "an image": ({"prompt": "a", "multi_modal_data": {}}, "'multi_modal_data', which is not read"),
     "a dict without text": ({"prompt": [5]}, "has a 'prompt' of type list; give text there"),
-    "a dict of None": ({"prompt": None}, "'prompt' of type NoneType"),
     "ids that are text": ({"prompt_token_ids": "5"}, "give a list of token ids there"),
-    "input_ids that are none": ({"input_ids": None}, "'input_ids'"),
     "a mask of another length": (
         {"input_ids": [5, 6], "attention_mask": [1]},
         "do not fit their 'attention_mask'",
     ),
     "no role": ([{"content": "a"}], "Message 0 of it has no 'role'"),
     "a role of None": ([HELLO, {"role": None, "content": "a"}], "Message 1 of it has no 'role'"),
-    "no content": ([{"role": "user"}], "no 'content' that is text"),
     "content of None": ([{"role": "user", "content": None}], "no 'content' that is text"),
-    "content of bytes": ([{"role": "user", "content": b"a"}], "no 'content' that is text"),
-    "a number as content": ([{"role": "user", "content": 5}], "no 'content' that is text"),
     "a picture": (
         [{"role": "user", "content": [{"type": "image_url", "image_url": "a"}]}],
         "no 'content' that is text",
@@ -220,11 +199,10 @@ def test_ids_beyond_all_bounds():
             make_requests([[token]], None, MODEL, longest=9)
 
 
-@pytest.mark.parametrize("params", ["greedy", 5, iter([]), {1}, np.array([1]), [None, "x"]])
-def test_refused_params(params):
-    with pytest.raises(SettingError) as raised:
-        params_of_prompts(params, 2)
-    assert "Sampling parameters of type" in str(raised.value)
+def test_refused_params():
+    for params in ("greedy", 5, iter([]), {1}, np.array([1]), [None, "x"]):
+        with pytest.raises(SettingError, match="Sampling parameters of type"):
+            params_of_prompts(params, 2)
 
 
 def test_one_text_may_have_a_list_of_one():

@@ -9,7 +9,8 @@ import psutil
 import pytest
 import toy
 
-from jaxspec import Engine, SettingError
+from jaxspec import Engine
+from jaxspec.errors import SettingError
 from jaxspec.runtime import host_limits
 
 MIB = 2**20

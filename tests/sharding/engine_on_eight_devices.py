@@ -24,8 +24,8 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.round_times import RoundKind, RoundTimes
 from jaxspec.engine.row_store import ROW_PROGRAMS
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
+from jaxspec.models.base import packed_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
@@ -232,7 +232,7 @@ def test_a_tied_model_keeps_its_embedding_once_and_takes_new_weights(prompts):
     head = on_mesh.executor.params["target"]["embedding"].head
     assert head.sharding.shard_shape(head.shape) == (head.shape[0], head.shape[1] // 4)
     assert "head" not in on_mesh.executor.params["target"]
-    for number, given in ((0, None), (1, unpacked(made[1].params)), (0, made[0].params)):
+    for number, given in ((0, None), (1, made[1].params), (0, packed_model(made[0]).params)):
         if given is not None:
             on_mesh.update_params(target=given)
         found = on_mesh.generate(prompts, PARAMS)
@@ -346,7 +346,7 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
 
 
 def beam_tree(model):
-    return jaxspec.DraftModel(model, tree=jaxspec.BeamTree(2, 3, 6))
+    return jaxspec.DraftModel(model, tree=jaxspec.trees.BeamTree(2, 3, 6))
 
 
 def clover_budget(model):

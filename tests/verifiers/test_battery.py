@@ -281,5 +281,5 @@ def test_typical_takes_the_longest_path_and_of_several_the_likeliest():
 
 @pytest.mark.parametrize("values", [{"epsilon": 0.0}, {"delta": 1.5}, {"epsilon": -1}])
 def test_typical_refuses_thresholds_that_are_no_probabilities(values):
-    with pytest.raises(jaxspec.SettingError, match=f"{next(iter(values))} .* was given"):
+    with pytest.raises(jaxspec.errors.SettingError, match=f"{next(iter(values))} .* was given"):
         jaxspec.Typical(**values)

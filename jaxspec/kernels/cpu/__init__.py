@@ -4,8 +4,8 @@ A decoding round multiplies every weight by a few rows: one for a single request
 batch. XLA:CPU runs such products far below the speed of cores and memory, copies the KV that
 attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
 four products with the norms, gates and sums around them, and attention from the projections on.
-`product`, `attend` and `highest` call it through JAX's foreign function interface. Weights are
-packed when a model is loaded, so that a product reads them sequentially.
+`product`, `attend` and `highest` call it through JAX's foreign function interface. Engines pack
+the weights, so that a product reads them sequentially.
 
 The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
 a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models

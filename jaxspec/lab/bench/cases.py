@@ -32,7 +32,7 @@ from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.devices import read_device
 from jaxspec.lab.cost.passes import Pass
 from jaxspec.lab.plan.request import describe
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, with_kv_dtype
 from jaxspec.models.registry import random_model
@@ -209,7 +209,7 @@ def kernels(target: str = "demo-target", batch_sizes: tuple[int, ...] = (1, 8)) 
     default_kernels()  # the document names them, and their family of instructions
     results = []
     for dtype in DTYPES:
-        xla, native = (load_model(target, dtype=dtype, kernels=name) for name in ("xla", "native"))
+        xla, native = (load_packed(target, dtype=dtype, kernels=name) for name in ("xla", "native"))
         weight_bytes = forward_pass(xla, batch=1, window=1, context=1).weight_bytes
         ceilings = measure_ceilings(weight_bytes, xla.dtype)
         models = {"xla": xla, "native": native}
@@ -240,7 +240,7 @@ def kv(target: str = "demo-target", batch_sizes: tuple[int, ...] = (8,)) -> dict
     """
     results = []
     for dtype in DTYPES:
-        own = load_model(target, dtype=dtype)
+        own = load_packed(target, dtype=dtype)
         models = {"int8": with_kv_dtype(own, "int8"), "own": own}
         for found, _ in time_passes(models, batch_sizes, WINDOWS):
             results.append({"dtype": dtype, "kernels": own.kernels, **found})
@@ -276,7 +276,7 @@ def forward(
 
     results = []
     for name in ("native", "xla"):
-        model = load_model(target, kernels=name)
+        model = load_packed(target, kernels=name)
         models = {"tree": model, "chain": model}
         for found, _ in time_passes(models, batch_sizes, TREE_WINDOWS, parents):
             results.append({"kernels": name, **found})
@@ -310,7 +310,7 @@ def prefill(
       draft: Its draft model, named in the same way.
       chunks: Prompt tokens per prefill call.
     """
-    model, drafter, results = load_model(target), DraftModel(load_model(draft)), []
+    model, drafter, results = load_packed(target), DraftModel(load_packed(draft)), []
     for chunk in chunks:
         engine = Engine(
             model,
@@ -393,8 +393,8 @@ def sessions(
             "give histories that are longer than the answer."
         )
     engine = Engine(
-        load_model(target),
-        DraftModel(load_model(draft)),
+        load_packed(target),
+        DraftModel(load_packed(draft)),
         draft_length=DRAFT_LENGTH,
         batch_size=1,
         scheduler="static",  # one row: another request has to take that of the session
@@ -506,7 +506,7 @@ def verifiers(
       draft: Its draft model, named in the same way.
       temperature: Temperature of target and draft.
     """
-    model, draft_model = load_model(target), load_model(draft)
+    model, draft_model = load_packed(target), load_packed(draft)
     drafter, lines = DraftModel(draft_model), sample_prompts()
     prompts = [line.prompt for line in lines]
     params = [

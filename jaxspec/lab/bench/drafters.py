@@ -252,7 +252,7 @@ class DraftersBench(Bench):
         if match := UNTRAINED.fullmatch(name):
             kind, tree = cast(tuple[Any, Any], match.groups())
             config = heads_config(kind, target.config, num_heads=NUM_HEADS)
-            params = init_heads(config, target.config, unpacked(target.params), jax.random.key(0))
+            params = init_heads(config, target.config, target.params, jax.random.key(0))
             params = jax.tree.map(lambda leaf: leaf.astype(target.dtype), params)
             return Heads(config, params, tree=tree, name=name)
         if match := STATIC.fullmatch(name):
@@ -311,13 +311,13 @@ class DraftersBench(Bench):
         if not texts:
             raise SettingError(f"There is no text in {self.texts}; give --texts a file with some.")
         row_length = max(len(text.prompt) + len(text.output) for text in texts)
-        of_target = target.config, unpacked(target.params)
+        of_target = target.config, target.params
         return [
             {"drafter": label, "domain": domain, **dataclasses.asdict(accuracy)}
             for label, one in drafters.items()
             if isinstance(one, Heads)
             for domain, accuracy in accuracy_of(
-                rank_texts(one.config, unpacked(one.params), of_target, texts, row_length)
+                rank_texts(one.config, one.params, of_target, texts, row_length)
             ).items()
         ]
 

@@ -28,7 +28,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
 from jaxspec.lab.compare import Candidate
-from jaxspec.load.models import load_model
+from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.models.registry import PRESETS
@@ -185,7 +185,7 @@ class PairBench(Bench):
 
     def load(self) -> tuple[LanguageModel, LanguageModel]:
         """Both models."""
-        return load_model(self.target, dtype=self.dtype), load_model(self.draft, dtype=self.dtype)
+        return load_packed(self.target, dtype=self.dtype), load_packed(self.draft, dtype=self.dtype)
 
 
 def is_of_integers(hint: Any) -> bool:

@@ -25,7 +25,7 @@ from jaxspec.drafters.base import function_params
 from jaxspec.lab.bench.measure import Repeated, Run
 from jaxspec.lab.bench.roofline import forward_pass
 from jaxspec.lab.cost.passes import Pass
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, packed_model
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import DecodeState, PyTree, Scores, Window
 
@@ -144,6 +144,7 @@ def forward_runs(
       max_length: slots per row, the same number as in the engine that the times are meant for.
       parents: `[window - 1]`, those of a tree's nodes; None for a chain.
     """
+    model = packed_model(model)
     entry = jnp.broadcast_to(jnp.arange(window, dtype=jnp.int32), (batch, window))
     depth, paths = entry, None
     if parents is not None:

@@ -181,7 +181,7 @@ def find_drafter(
         raise SettingError(
             "The drafter none was given; name one, or leave it out to plan plain decoding."
         )
-    return made
+    return made.for_target(model)  # packed once, for all the settings that are tried
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)

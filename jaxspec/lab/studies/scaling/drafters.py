@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.kernels.base import unpacked
 from jaxspec.lab.studies.scaling.settings import ScalingSettings, Shape
 from jaxspec.load.models import load_model
 from jaxspec.models.base import LanguageModel
@@ -75,7 +74,7 @@ class Drafters:
     @functools.cached_property
     def target_loss(self) -> float:
         """The target's held-out loss, where the drafters' is measured; mean over domains."""
-        config, params = self.target.config, unpacked(self.target.params)
+        config, params = self.target.config, self.target.params
         length, count = self.settings.sequence_length, self.settings.evaluate_tokens
         losses = []
         for stream in self.held_out.values():
