@@ -16,7 +16,6 @@ so that its memory does not grow with the context. This changes what is drafted,
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
@@ -237,10 +236,8 @@ class DraftModel(Drafter):
 
     def for_target(self, target: Model) -> DraftModel:
         """The same draft model, packed, which drafts only ids that stand for one token in both."""
-        bound = copy.copy(self)
-        object.__setattr__(bound, "model", packed_model(self.model))
         different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
-        return self.with_fields(excluded=tuple(different))
+        return self.with_fields(model=packed_model(self.model), excluded=tuple(different))
 
     def within(self, num_nodes: int) -> DraftModel:
         """The same draft model, which drafts chains where there is no room for a tree."""
