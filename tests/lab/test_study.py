@@ -270,7 +270,7 @@ def test_a_whole_study_on_a_tiny_pair(models, tmp_path):
     assert "not measured" not in [c["reproduced"] for c in check_claims(cells)][:8]
     page = (output / "study.html").read_text()
     assert page.count("<img") == len(list(output.glob("*.png"))) == 3
-    assert page.index("reproduced?") < page.index("<img")
+    assert page.index("<th>reproduced</th>") < page.index("<img")
     kept = json.loads((output / "study.json").read_text())
     assert "token_ids" not in kept["cells"]["reference"]
     assert "provenance" not in kept["cells"]["reference"]
