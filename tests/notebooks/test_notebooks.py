@@ -11,8 +11,9 @@ import pytest
 SMALL = {
     "00_acceptance": "MAX_TOKENS, DRAFT_LENGTHS = 16, (2, 6)",
     "02_your_own_model_and_drafter": "TRAIN_STEPS, CHECKS = 60, ('draft_shape', 'output')",
-    "03_where_the_speedup_comes_from": "NUM_PROMPTS, MAX_TOKENS, REPEATS = 16, 24, 1",
-    "04_heads_that_read_the_target": "TEXT_TOKENS, NEW_TOKENS = 3_000, 16\n"
+    "03_where_the_speedup_comes_from": "NUM_PROMPTS, MAX_TOKENS, REPEATS = 16, 24, 1\n"
+    "POOLS = {'grouping': 'cross_batch'}",
+    "04_heads_that_read_the_target": "KINDS, TEXT_TOKENS, NEW_TOKENS = ('clover',), 3_000, 16\n"
     "TRAIN_TOKENS, BATCH_TOKENS = 5_120, 512",
 }
 NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
