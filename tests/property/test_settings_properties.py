@@ -204,7 +204,8 @@ def every_door():
     values for those that it needs. Texts for some are looked up on the hub, and not given."""
     single, models = {"prompt": PROMPT, "params": GREEDY}, ("target", "drafter")
     turn = with_keywords(RequestSettings, "prompt", "params")
-    request = with_keywords(RequestSettings, "prompt", "params", "request_id", "session")
+    streamed = with_keywords(RequestSettings, "prompt", "params", "request_id")
+    submitted = with_keywords(RequestSettings, "prompt", "params", "request_id", "session")
     wanted = {"target": target(), "drafter": NGram(), **SHAPE}
     compared = {"target": target(), "drafters": {"a": None, "b": NGram()}, "prompts": [PROMPT]}
     planned = {"target": target(), "draft": None, "budget_bytes": 2**30}
@@ -235,9 +236,9 @@ def every_door():
             "prompts",
             {"prompts": [PROMPT], "params": GREEDY},
         ),
-        "submit": (on_engine("submit"), request, "prompt", single),
-        "stream": (on_engine("stream"), request, "prompt", single),
-        "astream": (on_engine("astream"), request, "prompt", single),
+        "submit": (on_engine("submit"), submitted, "prompt", single),
+        "stream": (on_engine("stream"), streamed, "prompt", single),
+        "astream": (on_engine("astream"), streamed, "prompt", single),
         "session": (on_engine("session"), Engine.session, "", {}),
         "cache_prefix": (
             on_engine("cache_prefix"),
