@@ -154,7 +154,7 @@ class AuditCommand(
         return self._show(console, report_of_outputs(audit), {str(path): checksum})
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
-        check_counts(self, "batch_size", "max_length", "verify_length")
+        check_counts(self, "batch_size", "max_length")
         each, settings = self.sampling_params(), self.given_engine()
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if make_drafter is None:
@@ -163,7 +163,7 @@ class AuditCommand(
                 "--drafter ngram, or name a file of --outputs."
             )
         if self.draft_length is not None:
-            check_draft_length(self.draft_length, self.verify_length)
+            check_draft_length(self.draft_length, settings.get("verify_length"))
         lines, inputs = self.read_prompts()
         target = self.load(target_name)
         encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
@@ -177,7 +177,6 @@ class AuditCommand(
             drafter,
             verifier=make_verifier(self.verifier),
             draft_length=self.draft_length,
-            verify_length=self.verify_length,
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
             max_logprobs=0,

@@ -93,6 +93,10 @@ class GenerateCommand(
 
     n: int = 1
     """Completions per prompt, with consecutive seeds."""
+    ignore_eos: bool = False
+    """Do not stop at the model's end-of-text tokens."""
+    verify_length: int | None = None
+    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
     stop: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """A string that ends a completion and is cut off; repeat the option for several."""
     generation_config: bool = False

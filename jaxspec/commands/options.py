@@ -123,13 +123,11 @@ class SamplingOptions:
     """Keep the likeliest tokens whose probabilities add up to this. Default 1: all."""
     seed: int = 0
     """Seed of the first prompt; later prompts have consecutive seeds."""
-    ignore_eos: bool = False
-    """Do not stop at the model's end-of-text tokens."""
     sampling_args: str | None = None
     """More fields of `jaxspec.SamplingParams`, as a JSON object, such as `{"top_k": 50,
     "repetition_penalty": 1.1}`. They are `top_k`, `min_p`, `min_tokens`, `stop_token_ids`,
     `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`,
-    `allowed_token_ids`, `logprobs`, and `stop` where it is no option."""
+    `allowed_token_ids`, `logprobs`, and `stop` and `ignore_eos` where they are no options."""
 
     def given_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were given."""
@@ -191,8 +189,6 @@ class EngineOptions(ModelOptions):
     """Prompts decoded together (fewer if there are fewer prompts)."""
     max_length: int = 1024
     """Most tokens of a prompt and its completion together."""
-    verify_length: int | None = None
-    """Tokens scored per round; default: draft length + 1. Runs that share it agree bit for bit."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

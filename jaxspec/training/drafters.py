@@ -22,7 +22,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text, check_writer, read_texts
-from jaxspec.training.trainer import Task, TrainSettings
+from jaxspec.training.trainer import NoOption, Task, TrainSettings
 from jaxspec.types import PyTree
 
 # Without a file of held-out texts, each of so many texts is held out.
@@ -48,7 +48,7 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
     target: str
     texts: pathlib.Path
     held_out: pathlib.Path | None = None
-    dtype: Literal["float32", "bfloat16"] = "float32"
+    dtype: NoOption[Literal["float32", "bfloat16"]] = "float32"
 
     @abc.abstractmethod
     def drafter_config(self, target: ModelConfig) -> Any:

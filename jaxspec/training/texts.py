@@ -38,7 +38,7 @@ from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
 from jaxspec.runtime.values import refusal
 from jaxspec.training import data
-from jaxspec.training.trainer import check_positive, json_object
+from jaxspec.training.trainer import NoOption, check_positive, json_object
 
 KIND = "texts"
 # Requests passed to the engine at a time: enough that its last, partly filled batches cost little.
@@ -86,7 +86,7 @@ class TextsConfig:
     temperature: float = 0.0
     prompt_tokens: tuple[int, int] = (4, 96)
     output_tokens: int = 128
-    batch_size: int = 16
+    batch_size: NoOption[int] = 16
     drafter: str | None = None
     seed: int = 0
 

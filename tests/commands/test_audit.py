@@ -129,7 +129,7 @@ REFUSED = {
     ("--target", "TARGET"): "No drafter was given, so there is nothing to audit",
     ("--target", "TARGET", "--outputs", "none.jsonl"): "cannot be read",
     (*NGRAM, "--outputs", "x"): "Both --outputs and",
-    (*NGRAM, "--draft-length", 9, "--verify-length", 4): "9",
+    (*NGRAM, "--draft-length", 9, "--engine-args", '{"verify_length": 4}'): "9",
     (*NGRAM, "--sampling-args", '{"n": 2}'): "those of one completion",
     (*NGRAM, "--engine-args", '{"trace": "rounds"}'): "'trace' was given in --engine-args",
     ("--controls", "--outputs", "x"): "Both --controls and --outputs",

@@ -9,7 +9,8 @@ import tiny
 
 from jaxspec import Engine, NGram, SamplingParams, load_model
 
-OPTIONS = ("--drafter", "ngram", "--max-tokens", 9, "--max-length", 256, "--ignore-eos")
+IGNORE_EOS = ("--sampling-args", '{"ignore_eos": true}')
+OPTIONS = ("--drafter", "ngram", "--max-tokens", 9, "--max-length", 256, *IGNORE_EOS)
 
 
 @pytest.fixture

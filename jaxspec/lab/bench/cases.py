@@ -473,6 +473,7 @@ VERIFIERS: tuple[Verifier, ...] = (
     Block(),
     Typical(),
 )
+TEMPERATURE = 0.8  # of target and draft
 NUM_OUTPUTS = 4  # of each prompt
 MAX_TOKENS = 64  # of an output
 # Accepted draft tokens per draft token that was judged stand beside the mean of sum(min(p, q)) over
@@ -496,15 +497,12 @@ SAMPLING: Columns = {
     "verifiers",
     {"results": ("acceptance", ACCEPTANCE), "round_cost": ("cost of sampling", SAMPLING)},
 )
-def verifiers(
-    target: str = "demo-target", draft: str = "demo-draft", temperature: float = 0.8
-) -> dict[str, Any]:
+def verifiers(target: str = "demo-target", draft: str = "demo-draft") -> dict[str, Any]:
     """Compare verifiers on the sample prompts, and the cost of sampling.
 
     Args:
       target: Any model that `load_model` takes.
       draft: Its draft model, named in the same way.
-      temperature: Temperature of target and draft.
     """
     model, draft_model = load_packed(target), load_packed(draft)
     drafter, lines = DraftModel(draft_model), sample_prompts()
@@ -512,7 +510,7 @@ def verifiers(
     params = [
         SamplingParams(
             max_tokens=MAX_TOKENS,
-            temperature=temperature,
+            temperature=TEMPERATURE,
             n=NUM_OUTPUTS,
             seed=index * NUM_OUTPUTS,
             ignore_eos=True,
@@ -522,7 +520,7 @@ def verifiers(
     domains = [line.fields["domain"] for line in lines for _ in range(NUM_OUTPUTS)]
     shape: dict[str, Any] = {"batch_size": 8, "max_length": 512}
     plain = Engine(model, **shape).generate(prompts, params)
-    overlap = overlaps(model, draft_model, plain, temperature)
+    overlap = overlaps(model, draft_model, plain, TEMPERATURE)
     results = []
     for verifier in VERIFIERS:
         engine = Engine(model, drafter, verifier=verifier, draft_length=DRAFT_LENGTH, **shape)
@@ -546,7 +544,7 @@ def verifiers(
 
 def _sampling_cost(engine: Engine, prompts: Sequence[Any]) -> list[dict[str, Any]]:
     """Milliseconds per speculative round with several sampling parameters, in alternation."""
-    sampled = {"temperature": 0.8}
+    sampled = {"temperature": TEMPERATURE}
     kinds: dict[str, dict[str, Any]] = {
         "greedy": {},
         "temperature": sampled,

@@ -28,6 +28,7 @@ from jaxspec.lab.studies.report import print_report, write_report
 from jaxspec.lab.studies.workload import NAMED, Decoding, Workload, WorkloadOptions, nearest
 from jaxspec.runtime.directories import check_can_write_into
 from jaxspec.runtime.environment import provenance
+from jaxspec.training.trainer import NoOption
 
 CELLS = "cells.json"  # in the output directory
 
@@ -45,12 +46,12 @@ class Study(WorkloadOptions):
     """Keep the cells that the output directory already holds, and run the others."""
     quick: bool = False
     """Few and short requests: takes minutes on a CPU."""
-    repeats: int = 3
+    repeats: NoOption[int] = 3
     """Timed runs of every cell, each next to a run of plain decoding."""
     oracle: float | None = None
     """For models without trained weights (`random:PRESET`): draft what the target will emit, each
     token right with this probability, at the cost of the draft model."""
-    dtype: Dtype | None = None
+    dtype: NoOption[Dtype | None] = None
     """Dtype of parameters, compute and cache; default: the checkpoint's (on a CPU float32 for
     float16, for the embedded pair and for random presets)."""
 

@@ -25,6 +25,7 @@ from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
+from jaxspec.training.trainer import NoOption
 
 Cell: TypeAlias = dict[str, Any]
 Cells: TypeAlias = Mapping[str, Cell]
@@ -56,7 +57,7 @@ class WorkloadOptions(PairBench):
     """Prompt file, such as Spec-Bench's question.jsonl; default the sample prompts."""
     limit: int | None = None
     """Use only this many prompts, from the beginning of the file."""
-    max_prompt_tokens: int = 1024
+    max_prompt_tokens: NoOption[int] = 1024
     """Cut longer prompts after this many tokens."""
     max_tokens: int = 128
     """Tokens emitted per prompt; fewer if the model stops by itself."""

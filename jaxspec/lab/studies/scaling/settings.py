@@ -69,10 +69,10 @@ class ScalingSettings(Bench):
     seeds: tuple[int, ...] = (0, 1, 2)
     """Training seeds (weights and row order). Only the reference drafter is trained with all of
     them."""
-    draft_lengths: tuple[int, ...] = (4, 8)
-    """Tokens drafted per round."""
 
     # In Python only.
+    draft_lengths: NoOption[tuple[int, ...]] = (4, 8)
+    """Tokens drafted per round."""
     exclude: NoOption[tuple[str, ...]] = ()
     """Documents whose "source" contains one of these are left out."""
     held_out: NoOption[tuple[str, ...]] = ()
