@@ -66,7 +66,7 @@ def tiny_pair(models, monkeypatch):
     def load(name, *, dtype):
         return load_model(pair[name], dtype=dtype)
 
-    monkeypatch.setattr(demo, "load_model", load)
+    monkeypatch.setattr(demo, "load_packed", load)
     return pair
 
 

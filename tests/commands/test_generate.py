@@ -368,12 +368,12 @@ def test_a_stop_string_on_the_command_line(cli, models):
 
 def test_defaults_of_the_checkpoint(cli, refused, models, monkeypatch):
     recommended = {"do_sample": True, "temperature": 0.6, "top_k": 20, "max_new_tokens": 3}
-    load = common.load_model
+    load = common.load_packed
 
     def load_recommending(*args, **options):
         return dataclasses.replace(load(*args, **options), generation_config=dict(recommended))
 
-    monkeypatch.setattr(common, "load_model", load_recommending)
+    monkeypatch.setattr(common, "load_packed", load_recommending)
     args = ("generate", *settings(models), "--prompt", "Once", "--ignore-eos", "--json")
     plain = cli(*args).document
     assert plain["sampling"]["temperature"] == 0  # nothing is read silently
@@ -596,7 +596,7 @@ REFUSED = {
 
 def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(common, "load_model", lambda *_, **__: pytest.fail("loaded a model"))
+    monkeypatch.setattr(common, "load_packed", lambda *_, **__: pytest.fail("loaded a model"))
     (tmp_path / "mine").write_text("mine\n")
     target = ("generate", "--target", "demo-target")
     for words, message in REFUSED.items():

@@ -110,10 +110,12 @@ def outcome(monkeypatch, tmp_path):
     def start(*args, **kwargs):
         raise Started
 
-    load_model = loading.load_model
-    for module in [module for name, module in sys.modules.items() if name.startswith("jaxspec")]:
-        if getattr(module, "load_model", None) is load_model:
-            monkeypatch.setattr(module, "load_model", start)
+    modules = [module for name, module in sys.modules.items() if name.startswith("jaxspec")]
+    for name in ("load_model", "load_packed"):
+        load = getattr(loading, name)
+        for module in modules:
+            if getattr(module, name, None) is load:
+                monkeypatch.setattr(module, name, start)
     monkeypatch.setattr(planner.Planner, "plan", start)
     monkeypatch.setattr(cases, "random_model", start)
     monkeypatch.setattr(bench, "measure_grid", start)

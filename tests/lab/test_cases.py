@@ -58,7 +58,7 @@ def test_options_of_a_case_are_explained(capsys):
         main(["bench", "kernels", "--help"])
     shown = " ".join(capsys.readouterr().out.split())
     assert "Time forward passes with XLA's kernels" in shown
-    for words in ("Committed tokens per row", "JSON file to write", "End with one line of JSON"):
+    for words in ("Rows decoded together", "JSON file to write", "End with one line of JSON"):
         assert words in shown
 
 
