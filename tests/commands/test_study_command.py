@@ -275,7 +275,7 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
         options_of(tmp_path / "out", corpora, target, prompts, **changes).run(quiet())
 
     cases = [
-        ("give tokens that increase", {"tokens": (768, 512), "other_tokens": ()}),
+        ("give numbers that increase", {"tokens": (768, 512), "other_tokens": ()}),
         ("would begin before the 2 steps", {"tokens": (64, 512)}),
         ("32 tokens has 0 steps of 64", {"tokens": (32, 512), "warmup_steps": 0}),
         ("set epochs to", {"tokens": (512, 100_000), "epochs": 1, "seeds": (0,)}),

@@ -37,6 +37,7 @@ COLUMNS = {
     "parameters": "num_params_without_embedding",
 }
 FEWEST_POINTS = 3
+LEAST_SHARE = 1e-6  # nearer to 0 or 1 a rate has no logit
 LINE = LogLinear()
 
 
@@ -141,8 +142,9 @@ def fit_axis(
     values, x, seeds, notes = estimates_at(rows, column, "tau" if response == "tau" else "rate")
     drawn, weights = resample(values, num_draws=num_draws, random=random), weights_of(values)
     if response == "logit":
-        weights = weights * (drawn[0] * (1.0 - drawn[0])) ** 2
-        weights, drawn = weights / weights.mean(), _logit(drawn)
+        shares = np.clip(drawn, LEAST_SHARE, 1.0 - LEAST_SHARE)
+        weights = weights * (shares[0] * (1.0 - shares[0])) ** 2
+        weights, drawn = weights / weights.mean(), np.log(shares) - np.log1p(-shares)
     forms: list[Form] = [LINE]
     if is_main and len(x) >= 4:
         longest = int(rows.draft_length.iloc[0])
@@ -194,11 +196,6 @@ def interval(drawn: np.ndarray) -> dict[str, float]:
     """A figure of a study and of its draws `[1 + draws]`, as JSON values."""
     low, high = np.quantile(drawn[1:], ENDS).tolist()
     return {"value": float(drawn[0]), "low": low, "high": high}
-
-
-def _logit(share: np.ndarray) -> np.ndarray:
-    share = np.clip(share, 1e-6, 1.0 - 1e-6)
-    return np.log(share) - np.log1p(-share)
 
 
 def _cumulative_at(rows: pandas.DataFrame, column: str, x: Any) -> np.ndarray:
