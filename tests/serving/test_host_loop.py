@@ -108,7 +108,7 @@ def test_a_model_without_a_tokenizer():
 
 
 def test_the_program(target, monkeypatch, capsys):
-    monkeypatch.setattr(host_loop, "load_model", lambda name: target)
+    monkeypatch.setattr(host_loop, "load_packed", lambda name: target)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
     assert host_loop.main() == 0
     lines = capsys.readouterr().out.splitlines()

@@ -300,8 +300,9 @@ class MemoryPlan:
 
 
 def _call(function: str, *arguments: str, **options: Any) -> str:
-    """A call in Python; a tree is a record of `jaxspec`."""
+    """A call in Python; a tree is a record of `jaxspec.trees`."""
     named = [
-        f"{name}={'jaxspec.' if name == 'tree' else ''}{value!r}" for name, value in options.items()
+        f"{name}={'jaxspec.trees.' if name == 'tree' else ''}{value!r}"
+        for name, value in options.items()
     ]
     return f"{function}({', '.join([*arguments, *named])})"
