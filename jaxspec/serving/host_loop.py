@@ -18,6 +18,7 @@ import jax
 
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import JaxspecError, SettingError
+from jaxspec.models.base import Model
 from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.serving.engine import ServingEngine
@@ -68,7 +69,7 @@ def serve(
                     yield number, text, finish
 
 
-def main(model: str = "demo-target") -> int:
+def main(model: Model | str = "demo-target") -> int:
     """Decodes the prompts on standard input, one per line, and prints the output as it grows."""
     prompts = [line.rstrip("\n") for line in sys.stdin if line.strip()]
     try:

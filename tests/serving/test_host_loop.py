@@ -108,12 +108,11 @@ def test_a_model_without_a_tokenizer():
 
 
 def test_the_program(target, monkeypatch, capsys):
-    monkeypatch.setattr(host_loop, "load_packed", lambda name: target)
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\ntwo\n"))
-    assert host_loop.main() == 0
+    assert host_loop.main(target) == 0
     lines = capsys.readouterr().out.splitlines()
     assert {line[:3] for line in lines} == {"0: ", "1: "}
     assert sum("[max_tokens]" in line or "[stop_token]" in line for line in lines) == 2
     monkeypatch.setattr("sys.stdin", io.StringIO("x" * 2000))
-    assert host_loop.main() == 2
+    assert host_loop.main(target) == 2
     assert "The prompt has 2001 tokens" in capsys.readouterr().err
