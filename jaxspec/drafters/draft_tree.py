@@ -33,7 +33,7 @@ from jaxspec.drafters.trees import Tree
 from jaxspec.models.base import Model, kernels_of
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 
-# A node's worth is the probability that the target takes its token. For the likeliest tokens this
+# A node's value is the probability that the target takes its token. For the likeliest tokens this
 # is higher than their probability under the draft model: a greedy target takes the likeliest token,
 # however unlikely it is, and a target that samples with the drafter's noise takes the highest of
 # nearly the same logits. So logits are multiplied by these factors before they become
@@ -174,8 +174,8 @@ class _Reader:
         )
         tokens = jnp.take_along_axis(self.grower.rows.tokens, position, axis=1)
         logits, cache = self._read(tokens, window, cache, num_last=1)
-        worth = jnp.zeros((position.shape[0], 1), jnp.float32)
-        return self.grower.add_children(growth, jnp.int32(0), logits, worth), cache
+        value = jnp.zeros((position.shape[0], 1), jnp.float32)
+        return self.grower.add_children(growth, jnp.int32(0), logits, value), cache
 
     def _expand(self, level: jax.Array, grown: tuple[Growth, KVCache]) -> tuple[Growth, KVCache]:
         """Level `level`, from 1 on: reads K children of the previous level. A row with fewer levels
@@ -190,7 +190,7 @@ class _Reader:
             paths=growth.paths,
         )
         logits, cache = self._read(nodes.tokens, window, cache)
-        return self.grower.add_children(growth, level, logits, nodes.worth), cache
+        return self.grower.add_children(growth, level, logits, nodes.value), cache
 
     def _read(
         self, tokens: jax.Array, window: Window, cache: KVCache, num_last: int = 0

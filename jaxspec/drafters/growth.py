@@ -45,7 +45,7 @@ class Growth(struct.PyTreeNode, kw_only=True):
 
     Attributes:
       tokens: `[B, S, W]` int32, the children of each expanded node: the candidates.
-      worth: `[B, S, W]` fp32, the worth of the path to each candidate; -inf where there is none.
+      value: `[B, S, W]` fp32, the value of the path to each candidate; -inf where there is none.
       q: `[B, S, V]` fp32, the distribution after each expanded node, or None.
       chosen: `[B, S]` int32, which candidate each expanded node is; -1 is the newest token, -2
         means none.
@@ -56,7 +56,7 @@ class Growth(struct.PyTreeNode, kw_only=True):
     """
 
     tokens: jax.Array
-    worth: jax.Array
+    value: jax.Array
     q: jax.Array | None
     chosen: jax.Array
     drafted: jax.Array
@@ -68,14 +68,14 @@ class Level(NamedTuple):
 
     Attributes:
       tokens: `[B, K]` int32.
-      worth: `[B, K]` fp32, the worth of the paths to them.
+      value: `[B, K]` fp32, the value of the paths to them.
       parent: `[B, K]` int32, which expanded node of the previous level each of them continues.
       offset: `[1, K]` int32, the offset of each, as in `Growth.paths`.
       is_wanted: `[B, 1]` bool, which rows want this level.
     """
 
     tokens: jax.Array
-    worth: jax.Array
+    value: jax.Array
     parent: jax.Array
     offset: jax.Array
     is_wanted: jax.Array
@@ -111,7 +111,7 @@ class Grower:
       rows: the batch.
       num_levels: `[B]` int32, levels that each row wants.
       greedy_sharpness: factor on a greedy row's logits before they become probabilities, whose
-        product along a path is its worth. Draft models gain from more than 1 (see `draft_tree`),
+        product along a path is its value. Draft models gain from more than 1 (see `draft_tree`),
         heads hardly.
       sampled_sharpness: the same for a sampled row.
       kernels: used to find the highest scores.
@@ -135,7 +135,7 @@ class Grower:
         chosen = jnp.full(size, -2, jnp.int32)
         return Growth(
             tokens=jnp.zeros((*size, tree.num_children), jnp.int32),
-            worth=jnp.full((*size, tree.num_children), -jnp.inf, jnp.float32),
+            value=jnp.full((*size, tree.num_children), -jnp.inf, jnp.float32),
             q=q,
             chosen=chosen.at[:, : tree.num_expanded].set(-1),
             drafted=jnp.zeros(size, jnp.int32),
@@ -145,7 +145,7 @@ class Grower:
     def is_wanted(self, growth: Growth, level: jax.Array | int) -> jax.Array:
         """Which rows `[B]` bool have nodes of `level`: those that want so many levels, and whose
         tree has room for more nodes."""
-        return (level < self.num_levels) & self.tree.can_grow(growth.worth)
+        return (level < self.num_levels) & self.tree.can_grow(growth.value)
 
     def expand(self, growth: Growth, level: jax.Array | int) -> tuple[Growth, Level]:
         """The growth with the nodes that `level` (from 1 on) expands, and these nodes."""
@@ -155,8 +155,8 @@ class Grower:
         def level_before(values: jax.Array) -> jax.Array:
             return lax.dynamic_slice_in_dim(values, before, num_expanded, axis=1)
 
-        worth = level_before(growth.worth)
-        index = self.tree.expand(level, worth)
+        value = level_before(growth.value)
+        index = self.tree.expand(level, value)
         drafted = at(flat(level_before(growth.tokens)), index)
 
         # Row by row: a row with fewer levels sees its newest token only.
@@ -177,14 +177,14 @@ class Grower:
         )
         return growth, Level(
             tokens=drafted,
-            worth=at(flat(worth), index),
+            value=at(flat(value), index),
             parent=parent,
             offset=offset,
             is_wanted=is_wanted,
         )
 
     def add_children(
-        self, growth: Growth, level: jax.Array | int, logits: jax.Array, worth: jax.Array
+        self, growth: Growth, level: jax.Array | int, logits: jax.Array, value: jax.Array
     ) -> Growth:
         """The growth with the best children of the nodes that `level` expands.
 
@@ -193,10 +193,10 @@ class Grower:
           level: int32 scalar, or an int.
           logits: `[B, n, V']` after the first n nodes that the level expands; `[B, 1, V']` if they
             are the same after each of them.
-          worth: `[B, n]` fp32, the worth of the paths to them.
+          value: `[B, n]` fp32, the value of the paths to them.
         """
         logits = fit_vocabulary(logits, self.shape.vocab_size)
-        num_nodes, num_alike = worth.shape[1], worth.shape[1] // logits.shape[1]
+        num_nodes, num_alike = value.shape[1], value.shape[1] // logits.shape[1]
 
         def choose_once() -> tuple[jax.Array, jax.Array, jax.Array | None]:
             found = self._choose(growth, level, logits)
@@ -210,7 +210,7 @@ class Grower:
             tokens, log_share, q = choose_for_each()
         else:  # penalties count the tokens on the way to a node
             tokens, log_share, q = lax.cond(is_penalised(self.rows), choose_for_each, choose_once)
-        of_path = worth[..., None] + log_share
+        of_path = value[..., None] + log_share
         is_candidate = jnp.isfinite(of_path) & (level < self.num_levels)[:, None, None]
         of_path = jnp.where(is_candidate, of_path, -jnp.inf)
 
@@ -221,7 +221,7 @@ class Grower:
 
         return growth.replace(
             tokens=put(growth.tokens, tokens),
-            worth=put(growth.worth, self.tree.prune(of_path, log_share, growth.worth)),
+            value=put(growth.value, self.tree.prune(of_path, log_share, growth.value)),
             q=None if growth.q is None or q is None else put(growth.q, q),
         )
 
@@ -229,7 +229,7 @@ class Grower:
         self, growth: Growth, level: jax.Array | int, logits: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """The best children of the first n nodes that a level expands, `[B, n, W]`: tokens, the
-        logarithms of their shares of their parents' worth, and q `[B, n, V]` or None.
+        logarithms of their shares of their parents' value, and q `[B, n, V]` or None.
 
         `logits` are `[B, n, V]` fp32.
         """
@@ -272,8 +272,8 @@ class Grower:
     def draft(self, growth: Growth, wanted: jax.Array) -> tuple[Draft, jax.Array]:
         """The draft of `shape.num_nodes` nodes, of which each row wants the first `wanted` `[B]`,
         and the candidates `[B, tree.num_nodes]` int32 that were kept as its nodes."""
-        kept = self.tree.keep(growth.worth)
-        is_hole = jnp.isneginf(at(flat(growth.worth), kept))
+        kept = self.tree.keep(growth.value)
+        is_hole = jnp.isneginf(at(flat(growth.value), kept))
         tokens = jnp.where(is_hole, -1, at(flat(growth.tokens), kept))
         expanded_by = kept // self.tree.num_children
         above = at(growth.chosen, expanded_by)  # the candidate that each node's parent is

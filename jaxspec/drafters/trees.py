@@ -42,7 +42,7 @@ class Tree:
       is_chain: whether every node continues the one before it.
       num_children: W, candidates that each expanded node has.
       num_expanded: K, the most nodes that a level expands.
-      ranks_paths: whether what paths are worth decides anything.
+      ranks_paths: whether the values of paths decide anything.
       prunes_by_token: whether it leaves nodes out by their token, or siblings by their rank.
     """
 
@@ -64,38 +64,38 @@ class Tree:
         `expand`."""
         return 1 if level == 0 else self.num_expanded
 
-    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
+    def expand(self, level: jax.Array | int, value: jax.Array) -> jax.Array:
         """Which candidates `[B, K]` int32 of `level - 1` are expanded by `level`.
 
         Args:
           level: int32 scalar or int, from 1 on.
-          worth: `[B, K, W]`, of the candidates.
+          value: `[B, K, W]`, of the candidates.
         """
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_expanded)[1]
+        return lax.top_k(value.reshape(value.shape[0], -1), self.num_expanded)[1]
 
-    def can_grow(self, worth: jax.Array) -> jax.Array:
-        """Which rows `[B]` bool may have further nodes; `worth` is `[B, S, W]`, of the candidates
+    def can_grow(self, value: jax.Array) -> jax.Array:
+        """Which rows `[B]` bool may have further nodes; `value` is `[B, S, W]`, of the candidates
         so far."""
-        return jnp.ones(worth.shape[:1], bool)
+        return jnp.ones(value.shape[:1], bool)
 
-    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
-        """The worth `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
+    def prune(self, value: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+        """The value `[B, n, W]` of a level's candidates, -inf for those that do not become nodes.
 
         Args:
-          worth: `[B, n, W]`, log-probabilities of the paths to them.
+          value: `[B, n, W]`, log-probabilities of the paths to them.
           log_share: `[B, n, W]`, log-probability of each after its parent, in descending order.
-          before: `[B, S, W]`, worth of the candidates of earlier levels.
+          before: `[B, S, W]`, value of the candidates of earlier levels.
         """
-        return worth
+        return value
 
-    def keep(self, worth: jax.Array) -> jax.Array:
-        """Which candidates `[B, N]` int32 of all levels are the nodes, best first; `worth` is
+    def keep(self, value: jax.Array) -> jax.Array:
+        """Which candidates `[B, N]` int32 of all levels are the nodes, best first; `value` is
         `[B, max_depth * K, W]`.
 
-        A path is worth no more than its beginnings, and of equally good candidates the first are
+        A path has no higher value than its beginnings, and of equally good candidates the first are
         kept, so parents are kept with their children, and come before them.
         """
-        return lax.top_k(worth.reshape(worth.shape[0], -1), self.num_nodes)[1]
+        return lax.top_k(value.reshape(value.shape[0], -1), self.num_nodes)[1]
 
     def key_numbers(self, level: jax.Array | int) -> jax.Array:
         """`[K]` int32, by which the noise of each expanded node's children is keyed: all numbers of
@@ -230,16 +230,16 @@ class StaticTree(Tree):
             levels[level, : len(inner)] = inner
         return levels
 
-    def expand(self, level: jax.Array | int, worth: jax.Array) -> jax.Array:
+    def expand(self, level: jax.Array | int, value: jax.Array) -> jax.Array:
         """Those of the nodes that have children."""
         place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
-        return jnp.broadcast_to(place, (worth.shape[0], self.num_expanded))
+        return jnp.broadcast_to(place, (value.shape[0], self.num_expanded))
 
-    def keep(self, worth: jax.Array) -> jax.Array:
+    def keep(self, value: jax.Array) -> jax.Array:
         """Those of the choices."""
         level_size = self.num_expanded * self.num_children
         place = jnp.asarray((self.depth - 1) * level_size + self._place)
-        return jnp.broadcast_to(place, (worth.shape[0], self.num_nodes))
+        return jnp.broadcast_to(place, (value.shape[0], self.num_nodes))
 
     def key_numbers(self, level: jax.Array | int) -> jax.Array:
         """Of each node its number plus one."""
@@ -319,7 +319,7 @@ class BeamTree(Tree):
 
     @property
     def ranks_paths(self) -> bool:
-        """Whether what paths are worth decides anything; in a chain it does not."""
+        """Whether the values of paths decide anything; in a chain it does not."""
         return self.width > 1
 
 
@@ -399,21 +399,21 @@ class BudgetTree(Tree):
         one node for a child, if every earlier depth has at least one node."""
         return 1 if level == 0 else max(1, self.nodes - level)
 
-    def can_grow(self, worth: jax.Array) -> jax.Array:
+    def can_grow(self, value: jax.Array) -> jax.Array:
         """Where the budget is not spent."""
-        return self._num_left(worth) > 0
+        return self._num_left(value) > 0
 
-    def _num_left(self, worth: jax.Array) -> jax.Array:
-        """`[B]` int32, nodes that the candidates so far, of `worth` `[B, S, W]`, leave."""
-        return self.nodes - jnp.sum(worth > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
+    def _num_left(self, value: jax.Array) -> jax.Array:
+        """`[B]` int32, nodes that the candidates so far, of `value` `[B, S, W]`, leave."""
+        return self.nodes - jnp.sum(value > -jnp.inf, axis=(1, 2), dtype=jnp.int32)
 
-    def prune(self, worth: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
+    def prune(self, value: jax.Array, log_share: jax.Array, before: jax.Array) -> jax.Array:
         """The likeliest paths of likely enough children stay, as many as the budget has left."""
         share = jnp.exp(log_share)
         likelier = jnp.cumsum(share, axis=-1) - share
         is_good = likelier < self.top_p
         is_good &= share >= jnp.float32(self.min_ratio) * share[..., :1]
-        flat = jnp.where(is_good, worth, -jnp.inf).reshape(worth.shape[0], -1)
+        flat = jnp.where(is_good, value, -jnp.inf).reshape(value.shape[0], -1)
         num_left = self._num_left(before)
         best, place = lax.top_k(flat, min(self.nodes, flat.shape[1]))
         # As good as the last one that is within, which is cheaper to tell than to mark them.
@@ -422,7 +422,7 @@ class BudgetTree(Tree):
         is_first = jnp.arange(flat.shape[1], dtype=jnp.int32)[None] <= last_place
         is_within = (flat > worst) | ((flat == worst) & is_first)
         is_within &= num_left[:, None] > 0
-        return jnp.where(is_within, flat, -jnp.inf).reshape(worth.shape)
+        return jnp.where(is_within, flat, -jnp.inf).reshape(value.shape)
 
 
 def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
@@ -453,17 +453,17 @@ def best_static_tree(acceptance: np.typing.ArrayLike, nodes: int) -> StaticTree:
         )
     _check_num_nodes(nodes, *table.shape)
 
-    def children(path: Path, worth: float) -> list[tuple[float, int, Path]]:
+    def children(path: Path, value: float) -> list[tuple[float, int, Path]]:
         if len(path) == len(table):
             return []
-        return [(-worth * p, len(path) + 1, (*path, r)) for r, p in enumerate(table[len(path)])]
+        return [(-value * p, len(path) + 1, (*path, r)) for r, p in enumerate(table[len(path)])]
 
     open_paths, choices = children((), 1.0), []
     heapq.heapify(open_paths)
     while len(choices) < nodes:
-        negative_worth, _, path = heapq.heappop(open_paths)
+        negative_value, _, path = heapq.heappop(open_paths)
         choices.append(path)
-        for child in children(path, -negative_worth):
+        for child in children(path, -negative_value):
             heapq.heappush(open_paths, child)
     return StaticTree(tuple(choices))
 

@@ -143,12 +143,12 @@ def beam_search(row, tree):
     sharpness = GREEDY_SHARPNESS if SAMPLING.temperature[row] == 0 else SAMPLED_SHARPNESS
     for _ in range(tree.depth):
         candidates = []
-        for path, worth in level:
+        for path, value in level:
             scores = sharpness * scores_after(row, path)[0]
             total = np.log(np.sum(np.exp(scores - scores.max()))) + scores.max()
             for token in np.argsort(-scores, kind="stable")[: tree.width]:
                 if np.isfinite(scores[token]):
-                    candidates.append(((*path, int(token)), worth + scores[token] - total))
+                    candidates.append(((*path, int(token)), value + scores[token] - total))
         pool += candidates
         level = sorted(candidates, key=lambda each: -each[1])[: tree.width]
     return [path for path, _ in sorted(pool, key=lambda each: -each[1])[: tree.nodes]]

@@ -40,12 +40,12 @@ def grow(tree, counts, tables, rows, *, are_alike=False, stops=False):
     )
 
     def add_level(level, found):
-        worth = jnp.zeros((num_rows, tree.num_expanded), jnp.float32)
+        value = jnp.zeros((num_rows, tree.num_expanded), jnp.float32)
         if level:
             found, nodes = grower.expand(found, level)
-            worth = nodes.worth
+            value = nodes.value
         logits = tables[level, :, : 1 if are_alike else counts[level]]
-        return grower.add_children(found, level, logits, worth[:, : counts[level]])
+        return grower.add_children(found, level, logits, value[:, : counts[level]])
 
     found = grower.start()
     for level in range(len(counts)):

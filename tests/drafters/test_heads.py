@@ -186,7 +186,7 @@ def expected_paths(tree, num_heads, num_nodes, scores):
     tree, nodes, level = tree.within(num_nodes), [], [((), 0.0)]
     for _ in range(tree.depth):
         candidates = []
-        for path, worth in level:
+        for path, value in level:
             found = scores(path)
             shares = np.exp(found - found.max())
             shares, mass = shares / shares.sum(), 0.0
@@ -195,7 +195,7 @@ def expected_paths(tree, num_heads, num_nodes, scores):
                     mass < tree.top_p and shares[token] >= tree.min_ratio * shares.max()
                 )
                 if is_good:
-                    candidates.append(((*path, int(token)), worth + np.log(shares[token])))
+                    candidates.append(((*path, int(token)), value + np.log(shares[token])))
                 mass += shares[token]
         level = sorted(candidates, key=lambda each: -each[1])
         level = level[: tree.width if isinstance(tree, BeamTree) else tree.nodes - len(nodes)]

@@ -26,7 +26,7 @@ def every_path(num_depths, width):
     ]
 
 
-def worth_of(path, table):
+def value_of(path, table):
     return np.prod([table[depth][rank] for depth, rank in enumerate(path)])
 
 
@@ -81,13 +81,13 @@ def test_the_best_static_tree_is_the_best_of_all_trees(data):
     paths = every_path(num_depths, width)
     nodes = data.draw(st.integers(1, len(paths)))
     tree = best_static_tree(table, nodes)
-    worths = [worth_of(path, table) for path in tree.choices]
+    values = [value_of(path, table) for path in tree.choices]
     # The best of all sets of paths; that they are a tree, StaticTree has checked.
-    assert sum(worths) == sum(sorted(worth_of(path, table) for path in paths)[-nodes:])
-    assert worths == sorted(worths, reverse=True)
+    assert sum(values) == sum(sorted(value_of(path, table) for path in paths)[-nodes:])
+    assert values == sorted(values, reverse=True)
     # Of equals the shallower, then the lower ranks.
     assert list(tree.choices) == sorted(
-        tree.choices, key=lambda path: (-worth_of(path, table), len(path), path)
+        tree.choices, key=lambda path: (-value_of(path, table), len(path), path)
     )
 
 
@@ -132,10 +132,10 @@ def test_a_product_tree_is_the_best_paths_of_all(size, has_ties):
                 total += table[depth, rank]
             return total
 
-        worths = [log_prob(path) for path in found]
-        np.testing.assert_array_equal(tree.log_prob[row], worths)
+        values = [log_prob(path) for path in found]
+        np.testing.assert_array_equal(tree.log_prob[row], values)
         best = sorted(map(log_prob, every_path(num_depths, width)), reverse=True)
-        np.testing.assert_array_equal(worths, best[:nodes])
+        np.testing.assert_array_equal(values, best[:nodes])
 
 
 def test_a_product_tree_of_more_nodes_than_there_are_is_refused():
@@ -147,20 +147,20 @@ def budget_nodes(tree, *levels):
     """Candidates that become nodes, by level: shares `[n, W]` of the children of the nodes that the
     level expands, which are given in the order in which it does."""
     size = tree.max_depth * tree.num_expanded
-    worth = jnp.full((1, size, tree.num_children), -jnp.inf, jnp.float32)
+    value = jnp.full((1, size, tree.num_children), -jnp.inf, jnp.float32)
     above = jnp.zeros((1, 1), jnp.float32)
     for level, shares in enumerate(levels):
         shares = np.pad(shares, ((0, above.shape[1] - len(shares)), (0, 0)))
         log_share = jnp.log(jnp.asarray(shares, jnp.float32))[None]
-        pruned = tree.prune(above[..., None] + log_share, log_share, worth)
+        pruned = tree.prune(above[..., None] + log_share, log_share, value)
         start = level * tree.num_expanded
-        worth = worth.at[:, start : start + pruned.shape[1]].set(pruned)
-        here = worth[:, start : start + tree.num_expanded]
+        value = value.at[:, start : start + pruned.shape[1]].set(pruned)
+        here = value[:, start : start + tree.num_expanded]
         index = tree.expand(level + 1, here)
         above = jnp.take_along_axis(here.reshape(1, -1), index, axis=1)
-    kept = np.asarray(tree.keep(worth))[0]
-    worth = np.exp(np.asarray(worth).reshape(-1)[kept])
-    return [(int(node), round(float(w), 3)) for node, w in zip(kept, worth, strict=True) if w > 0]
+    kept = np.asarray(tree.keep(value))[0]
+    value = np.exp(np.asarray(value).reshape(-1)[kept])
+    return [(int(node), round(float(w), 3)) for node, w in zip(kept, value, strict=True) if w > 0]
 
 
 def test_a_budget_is_spent_level_by_level():

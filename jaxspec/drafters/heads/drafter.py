@@ -82,12 +82,12 @@ class Expanded(NamedTuple):
     Attributes:
       hidden: `[B, K, E]`, the states that its head reads.
       path: `[B, K, max_depth]` int32, the newest token and those on the way to each node.
-      worth: `[B, K]` fp32, of these paths.
+      value: `[B, K]` fp32, of these paths.
     """
 
     hidden: jax.Array
     path: jax.Array
-    worth: jax.Array
+    value: jax.Array
 
     @classmethod
     def newest(cls, anchor: jax.Array, newest: jax.Array, tree: Tree) -> Expanded:
@@ -96,7 +96,7 @@ class Expanded(NamedTuple):
         return cls(
             hidden=jnp.broadcast_to(anchor[:, None], (*size, anchor.shape[-1])),
             path=jnp.broadcast_to(newest[:, None], (*size, tree.max_depth)),
-            worth=jnp.zeros(size, jnp.float32),
+            value=jnp.zeros(size, jnp.float32),
         )
 
     def children(self, chosen: Level, hidden: jax.Array, level: int) -> Expanded:
@@ -109,7 +109,7 @@ class Expanded(NamedTuple):
         return Expanded(
             hidden=jnp.take_along_axis(hidden, parent, axis=1),
             path=jnp.where(is_here[None, None], chosen.tokens[..., None], path),
-            worth=chosen.worth,
+            value=chosen.value,
         )
 
 
@@ -122,7 +122,7 @@ class Heads(TrainedDrafter):
     it. A node's children are the highest scores of its head: of a greedy row the likeliest tokens,
     of a sampled one the highest after noise. Under `coupled` that is the noise by which the target
     will draw; under `rejection` they are drawn without replacement, which takes a chain or a
-    `StaticTree`. A node is worth the probability of its path.
+    `StaticTree`. The value of a node is the probability of its path.
 
     A head whose logits are NaN proposes no nodes of a tree, and an arbitrary token of a chain; for
     verifiers that need its distribution it proposes as if it knew nothing.
@@ -546,7 +546,7 @@ class Heads(TrainedDrafter):
             path = nodes.path[:, :count, : level + 1]
             hidden, logits = score(level, nodes.hidden[:, :count], path)
             logits = without_nan(logits) if shape.needs_draft_probs else logits
-            growth = grower.add_children(growth, level, logits, nodes.worth[:, :count])
+            growth = grower.add_children(growth, level, logits, nodes.value[:, :count])
             if level + 1 == tree.max_depth:
                 return growth, nodes
             # Chosen here and not by the next level, whose gathers XLA would fuse with the choice,
