@@ -170,7 +170,7 @@ few_drafters = pytest.mark.parametrize(("setting", "name"), FEW, indirect=["sett
 def test_the_table_holds_every_drafter_the_package_exports():
     exported = {name for name in jaxspec.__all__ if hasattr(getattr(jaxspec, name), "propose")}
     exported -= {"Drafter"}
-    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram"}
+    assert exported == {"DraftModel", "FlexDraft", "Heads", "NGram", "Oracle"}
     assert exported <= {name.split()[0].rstrip(",") for name in DRAFTERS}
     target = toy.model()
     for make in DRAFTERS.values():
