@@ -562,6 +562,9 @@ def test_drawing_needs_a_part_of_the_memory_that_all_scores_take():
         return memory.temp_size_in_bytes / (8 * 6 * 4096 * 4)
 
     assert arrays_of_logits(choose) < 3 < arrays_of_logits(scores_of)
+    # But few tokens are drawn at once, which takes less time.
+    assert [sampling.num_drawn_together(rows, 5) for rows in (1, 2, 4, 8, 64)] == [5, 4, 2, 1, 1]
+    assert sampling.num_drawn_together(64, 17) == 3
 
 
 def test_counting_the_buffer_instead_of_the_path_would_be_seen():

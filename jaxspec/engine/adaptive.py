@@ -31,7 +31,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -353,7 +353,12 @@ class FixedDrafting:
     """Leaves the draft lengths of an engine's rounds as the requests ask.
 
     `EngineCore` calls `before_rounds` and `after_rounds` around the rounds of a step.
+
+    Attributes:
+      state_fields: fields of `DecodeState` that `after_rounds` reads, beside those of acceptance.
     """
+
+    state_fields: ClassVar[tuple[str, ...]] = ()
 
     @property
     def needs_measuring(self) -> bool:
@@ -392,7 +397,7 @@ class FixedDrafting:
 
         Args:
           tickets: by row, with what they have emitted by now.
-          state: with `schedule`, on the host.
+          state: with `state_fields`, on the host.
           answered_s: when the device had run the rounds, by `time.perf_counter`.
         """
 
@@ -408,6 +413,8 @@ class AdaptiveDrafting(FixedDrafting):
       controller: makes the choices; None until `prepare` has measured the rounds. Until then the
         default draft length is used.
     """
+
+    state_fields: ClassVar[tuple[str, ...]] = ("schedule",)
 
     def __init__(self, executor: Executor, *, draft_length: int):
         self.controller: DraftLengthController | None = None

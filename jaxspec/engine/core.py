@@ -384,7 +384,7 @@ class EngineCore:
         tickets = self.queue.tickets_by_row
         if not tickets:
             return
-        fields = ["num_committed", "finish", "counts", "schedule"]
+        fields = ["num_committed", "finish", "counts", *self.drafting.state_fields]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
         state = self.executor.fetch(*fields)

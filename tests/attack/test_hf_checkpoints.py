@@ -65,7 +65,7 @@ def _attack(root, seeds: range, record_property) -> Tally:
 def test_some_checkpoints(tmp_path, record_property):
     tally = _attack(tmp_path, range(50), record_property)
     # The damage is real, and does not hit everything.
-    assert tally.counts["refused"] > 20
+    assert tally.counts["refused"] > 25
     assert tally.counts["unchanged"] > 5
 
 

@@ -23,7 +23,7 @@ from jaxspec import convert
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint.format import load_converted, save_model
 from jaxspec.checkpoint.manifest import FileChecksum, check_files, read_manifest, write_manifest
-from jaxspec.errors import CheckpointError, DamagedError, ModelError
+from jaxspec.errors import CheckpointError, DamagedError, JaxspecWarning, ModelError
 from jaxspec.kernels.base import unpacked
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.load import models as loading
@@ -209,6 +209,22 @@ def test_large_files_have_the_checksums_of_their_bytes(tmp_path):
         large.write_bytes(damaged)
         with pytest.raises(DamagedError, match="large is not as it was written"):
             check_files(tmp_path, written)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_flipped_bit_is_found_in_every_file(saved):
+    for path in [each for each in saved.rglob("*") if each.is_file() and each.stat().st_size]:
+        content = path.read_bytes()
+        flip_a_bit(path)
+        with pytest.raises(DamagedError) as raised:
+            load_model(saved)
+        assert path.name in str(raised.value)
+        path.write_bytes(content)
 
 
 def test_checks_can_be_left_out(saved):
@@ -467,6 +483,17 @@ def test_a_damaged_entry_is_listed_and_removed(hf, cache):
     assert remove_cached_model(damaged.name) == damaged.num_bytes > 0
     remove_cached_model("remains")
     assert cached_models() == []
+
+
+def test_a_damaged_entry_is_made_again(hf, conversions):
+    before = load_model(hf)
+    (entry,) = cached_models()
+    flip_a_bit(max((Path(entry.path) / "params").rglob("*"), key=os.path.getsize))
+    with pytest.warns(JaxspecWarning, match="is not as it was written"):
+        after = load_model(hf)
+    assert_same_params(after.params, before.params)
+    assert conversions == [str(hf)] * 2
+    assert cached_models(verify=True) == cached_models()
 
 
 def test_processes_that_convert_the_same_model_at_once(hf, cache):

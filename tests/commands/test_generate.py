@@ -26,6 +26,7 @@ from jaxspec.commands import generate
 from jaxspec.commands import options as common
 from jaxspec.commands.outputs import OutputFile, round_lengths
 from jaxspec.errors import JaxspecError
+from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.completions import find_stop, make_completion
 from jaxspec.requests.requests import make_requests
@@ -335,6 +336,21 @@ def test_what_a_line_depends_on():
     assert digest(temperature=0.5, seed=2) != coupled != digest()
 
 
+def test_a_line_depends_on_every_sampling_parameter():
+    engine, given = Engine(tiny.model(), NGram()), {"temperature": 0.5, "seed": 1, "n": 2}
+    others = {
+        "temperature": 0.7, "seed": 2, "n": 1, "max_tokens": 8, "min_tokens": 2, "top_k": 5,
+        "top_p": 0.9, "min_p": 0.1, "stop": "x", "stop_token_ids": [5], "ignore_eos": True,
+        "logprobs": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "logit_bias": {5: 1}, "allowed_token_ids": [5, 6],
+    }  # fmt: skip
+    assert others.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
+    params = [SamplingParams(**given | {name: others[name]}) for name in others]
+    params.append(SamplingParams(**given))
+    digests = {generate._settings_digest(engine, each, "jsonl") for each in params}
+    assert len(digests) == len(params)
+
+
 def test_sampling_in_the_document(cli, models):
     result = cli(
         "generate", *settings(models), "--prompt", "Once", "--temperature", 1,
@@ -510,6 +526,7 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         result = cli(*base, "--drafter", "my_drafters:of_target", *own, "--json")
         assert result.status == 0, result.err
         assert result.document["engine"]["drafter"] == name
+    assert make_drafter("jaxspec:NGram", tiny.model()) == NGram()  # a factory of nothing
     # More names that are none are in drafters/test_names.py.
     for name, message in (
         ("my_drafters:nothing", "a subclass of jaxspec.Drafter"),

@@ -17,6 +17,7 @@ import xxhash
 from flax import serialization
 
 from jaxspec.audit.outputs import read_outputs_text
+from jaxspec.commands.generate import GenerateCommand
 from jaxspec.errors import CheckpointError, JaxspecError
 from jaxspec.lab.cost.devices import read_device
 from jaxspec.models.tokenizer import TextTokenizer
@@ -56,9 +57,13 @@ def pipe(tmp_path):
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("content", [b"a\nb\n", b"\xef\xbb\xbfa\r\nb\r\n"])
 def test_prompts_of_a_pipe_are_read_once(pipe, content):
-    lines, inputs = load_prompts(pipe(content))
-    assert [line.prompt for line in lines] == ["a", "b"]
-    assert inputs == {"pipe": hashlib.sha256(content).hexdigest()}
+    def by_generate(path):
+        return GenerateCommand(target="x", prompts=path)._read_lines()
+
+    for read in (load_prompts, by_generate):
+        lines, inputs = read(pipe(content))
+        assert [line.prompt for line in lines] == ["a", "b"]
+        assert inputs == {"pipe": hashlib.sha256(content).hexdigest()}
 
 
 @pytest.mark.timeout(60)

@@ -24,6 +24,7 @@ from jaxspec.lab.bench import cases, program
 from jaxspec.lab.plan import planner
 from jaxspec.load import models as loading
 from jaxspec.runtime.options import check_numbers
+from jaxspec.verifiers import VERIFIERS, VerifierName
 
 PAIR = ("--target", "demo-target", "--draft", "demo-draft")
 TRAIN = ("--out", "{absent}", "--batch-tokens", "512", "--sequence-length", "128")
@@ -238,3 +239,7 @@ def test_a_plot_without_a_format_is_refused(commands, outcome, tmp_path):
         assert said is not None, file
         assert re.search(r"cannot be written to .*; name a file like rates\.png", said)
     assert not os.listdir(tmp_path)
+
+
+def test_every_verifier_can_be_chosen():
+    assert set(typing.get_args(VerifierName)) == set(VERIFIERS)

@@ -217,3 +217,7 @@ def test_command_line(whole, tmp_path, capsys, monkeypatch):
     error = capsys.readouterr().err
     assert "exists already" in error
     assert error.count("\n") == 1
+
+    assert cli.main(["convert", str(tmp_path / "none-such"), str(tmp_path / "other")]) == 1
+    assert "none-such" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()

@@ -102,6 +102,7 @@ def test_the_last_boundary_needs_only_forward(target, plain):
         PROMPTS, PARAMS
     )
     assert [c.token_ids for c in found] == plain
+    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
 
     class Inner(door.LinearHead):
         """Reads the stream after the first layer."""
@@ -188,6 +189,7 @@ def test_the_targets_weights_are_counted_once_and_updated(target):
     alone.update_params(target=other.params)
     found, expected = riding.generate(PROMPTS, PARAMS), alone.generate(PROMPTS, PARAMS)
     assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    assert sum(c.acceptance.num_draft_tokens for c in found) > 0
     fresh = Engine(other, door.Riding(other), **SMALL).generate(PROMPTS, PARAMS)
     counts = [c.acceptance.num_accepted_tokens for c in found]
     assert counts == [c.acceptance.num_accepted_tokens for c in fresh]  # it drafts with them too

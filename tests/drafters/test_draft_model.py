@@ -83,11 +83,11 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
         kept, fresh = seen_kv(engine.executor.state, draft)
         np.testing.assert_allclose(kept, fresh, atol=1e-4)
     assert any(len(set(lengths)) > 1 for lengths in draft_lengths) == (min_confidence > 0)
-    # Sabotage: slots that were not read would be seen.
+    # Sabotage: slots that were not read are seen, even without the NaN in them.
     drafter = engine.executor.state.drafter
     stale = engine.executor.state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
     kept, fresh = seen_kv(stale, draft)
-    assert not np.allclose(kept, fresh, atol=1e-2)
+    assert np.abs(np.nan_to_num(kept) - fresh).max() > 1e-2
 
 
 def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models):

@@ -338,6 +338,8 @@ def test_trees_that_do_not_fit_are_refused(target):
     wide = DraftModel(MODEL, tree=BeamTree(width=99, depth=1, nodes=1))
     with pytest.raises(SettingError, match=r"nodes of 99 children, and toy9 and toy0 share 61"):
         wide.check(target)
+    with pytest.raises(SettingError, match="leaves out nodes because of their own tokens"):
+        Engine(target, DraftModel(MODEL, tree=BEAM), verifier="rejection")
 
 
 def test_without_slots_for_expanded_nodes_a_long_text_gets_another_tree(monkeypatch):

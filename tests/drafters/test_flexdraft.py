@@ -571,6 +571,8 @@ def test_what_does_not_fit_is_refused(target):
         (ModelError, lambda: make(in_bfloat16).check(target),
          "dtype bfloat16, and echo0 has dtype float32"),
         (ModelError, lambda: drafter.check(other), "num_kv_heads 2, and echo0 has num_kv_heads 4"),
+        (ModelError, lambda: dataclasses.replace(drafter.config, rank=2**40),
+         "weights' rank is 1099511627776"),
         (ModelError, lambda: Engine(Untapped(target), drafter, **SMALL),
          "echo0 has no config, kernels, final_norm, head; use"),
         (SettingError, lambda: Engine(target, drafter, layout="aligned", **SMALL),

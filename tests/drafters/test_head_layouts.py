@@ -195,6 +195,10 @@ def test_medusa_as_released(place):
     (place / "medusa_lm_head.safetensors").unlink()
     (place / "config.json").unlink()  # nothing of it is used
     assert_params(load(write(place, stored, None, "medusa_lm_head.pt")), expected)
+    # Sabotage: blocks that change places are seen.
+    expected[0]["blocks"] = expected[0]["blocks"][::-1]
+    with pytest.raises(AssertionError, match="not equal"):
+        assert_params(heads, expected)
 
 
 def test_medusa_heads_that_use_the_targets_head(place):

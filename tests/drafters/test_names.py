@@ -117,6 +117,7 @@ HEADS = {"kind": "heads", "model": "x"}
         ({"model": 7}, "model 7 was given"),
         ({"kind": "heads", "model": ""}, "was given without a model"),
         ({"branches": 4}, "was given without a kind; add one of ngram, draft_model"),
+        (NGRAM | {"prompt_lookup_min": 0}, "1 <= min <= max <= 64"),
         (NGRAM | {"prompt_lookup_max": 65}, "1 <= min <= max <= 64"),
         (NGRAM | {"branches": 17}, "branches 17 was given; it must be 1 (chains) to 16"),
         (NGRAM | {"kv_dtype": "int8"}, "kv_dtype was given for the drafter ngram, which takes"),

@@ -19,7 +19,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine import adaptive, round_times
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.round_times import LearnedTimes, RoundKind, RoundTimes
+from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundKind, RoundTimes
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Finish
@@ -469,6 +469,7 @@ def test_the_check_above_sees_the_fastest_moments_of_each_kind(monkeypatch):
 # and 7 tokens. Three to six drafts are within 3 % of each other.
 PAIR_MS = seconds_of(0.65, 1.01, 1.12, 1.26, 1.37, 1.51, 1.61)
 PAIR_WINDOWS = {RoundKind(n): 1 + 2 * ((n + 1) // 2) for n in PAIR_MS}
+PLANE_S = {n: 1.0 + 0.2 * n + 0.1 * PAIR_WINDOWS[RoundKind(n)] for n in PAIR_MS}
 
 
 def loss_of_choices(error, *, is_shrunk, round_ms=PAIR_MS, num_draws=400):
@@ -497,6 +498,86 @@ def test_neighbours_help_to_choose_between_kinds_that_are_almost_equally_fast():
     step = {n: ms * (2 if n > 2 else 1) for n, ms in PAIR_MS.items()}
     alone = loss_of_choices(0.02, round_ms=step, is_shrunk=False)
     assert loss_of_choices(0.02, round_ms=step, is_shrunk=True) < alone + 0.001
+
+
+def test_times_stay_as_measured_where_a_plane_tells_nothing():
+    """Of few kinds, of plain decoding, and far from a plane, where a kernel takes twice as long
+    from four tokens on."""
+
+    def check(seen, windows, error, *, rel=None, atol=1e-9):
+        shrunk, covariance = round_times.shrink_to_planes(seen, windows, error)
+        assert shrunk == pytest.approx(seen, rel=rel)
+        np.testing.assert_allclose(covariance, np.eye(len(seen)), atol=atol)
+
+    few = of_lengths({0: 1.0, 2: 2.0, 4: 2.1, 7: 2.9}, {2: 3.0, 4: 1.0, 7: 2.0})
+    check(few, {kind: kind.draft_length + 2 * (kind.draft_length == 4) for kind in few}, 0.05)
+    step = of_lengths({n: ms * (2 if n > 2 else 1) for n, ms in PAIR_MS.items()})
+    check(step, PAIR_WINDOWS, 0.02, rel=0.02, atol=0.1)
+    plane = of_lengths(PLANE_S) | {PLAIN: 7.0}
+    shrunk, covariance = round_times.shrink_to_planes(plane, PAIR_WINDOWS, 0.05)
+    assert shrunk == pytest.approx(plane)
+    assert covariance[0].tolist() == [1, 0, 0, 0, 0, 0, 0]
+
+
+def test_the_covariance_of_shrunk_times_is_that_of_their_errors():
+    """True times vary about a plane as the prior says; measurements vary about true times."""
+    error, random = 0.05, np.random.default_rng(0)
+    errors, expected = [], []
+    for _ in range(2000):
+        true = {
+            n: s * (1 + round_times.LEAST_RESIDUAL * random.normal()) for n, s in PLANE_S.items()
+        }
+        seen = of_lengths({n: s * (1 + error * random.normal()) for n, s in true.items()})
+        shrunk, covariance = round_times.shrink_to_planes(seen, PAIR_WINDOWS, error)
+        errors.append([shrunk[RoundKind(n)] / true[n] - 1 for n in true])
+        expected.append(error**2 * covariance)
+    found = np.cov(np.array(errors).T)
+    # The variance of the residuals is itself an estimate, from three degrees of freedom.
+    np.testing.assert_allclose(found, np.mean(expected, axis=0), atol=0.25 * error**2)
+    assert np.trace(found[1:, 1:]) < 0.75 * 6 * error**2
+
+
+def test_what_is_learnt_of_some_kinds_is_learnt_of_those_like_them():
+    base = dataclasses.replace(times({n: ms / 1e3 for n, ms in PAIR_MS.items()}), error=0.05)
+    _, covariance = round_times.shrink_to_planes(base.short_s, PAIR_WINDOWS, 0.05)
+    related = LearnedTimes(dataclasses.replace(base, covariance=covariance))
+    independent = LearnedTimes(base)
+    for learnt in (related, independent):
+        for n in (2, 3, 6) * 10:  # cost a tenth more than was measured; plain steps do not
+            for kind, factor in ((RoundKind(n), 1.1), (PLAIN, 1.0)):
+                learnt.note(kind, 100, 32, factor * 32 * base.short_s[kind])
+                learnt.pass_rounds(32)
+
+    def factor(learnt, kind):
+        beside_plain = learnt.round_s(kind, 100) / learnt.round_s(PLAIN, 100)
+        return beside_plain / (base.short_s[kind] / base.short_s[PLAIN])
+
+    for kind in (RoundKind(4), RoundKind(5)):
+        assert factor(related, kind) == pytest.approx(1.1, abs=0.03)
+        assert factor(independent, kind) < 1.03
+        assert related.error(kind, PLAIN) < independent.error(kind, PLAIN)
+
+
+def test_what_is_learnt_tells_the_machine_from_the_kind():
+    """A machine that takes twice as long makes no kind look worse; a kind that does is found."""
+    one, two = RoundKind(1), RoundKind(2)
+
+    def learnt_of(of_one, of_two):
+        learnt = LearnedTimes(times(EVEN))
+        for index in range(40):
+            kind, factor = (two, of_two) if index % 4 == 3 else (one, of_one)
+            learnt.note(kind, 100, 32, factor * 32 * learnt.times.of(kind, 100))
+            learnt.pass_rounds(32)
+        return learnt
+
+    ratio = EVEN[1] / EVEN[2]
+    slower = learnt_of(2.0, 2.0)
+    assert slower.round_s(one, 100) / slower.round_s(two, 100) == pytest.approx(ratio, rel=0.02)
+    assert slower.round_s(PLAIN, 100) > 1.15 * EVEN[0]  # it was not run
+    dearer = learnt_of(1.0, 1.5)
+    found = dearer.round_s(two, 100) / dearer.round_s(one, 100)
+    assert found == pytest.approx(1.5 / ratio, rel=0.03)
+    assert dearer.error(one, two) < 0.04 < dearer.error(one, RoundKind(3))
 
 
 def test_prompts_that_the_drafter_must_read_count_against_drafts():
@@ -746,22 +827,31 @@ def test_rows_draft_as_many_tokens_as_was_chosen(adaptive_engine, monkeypatch):
     """Also a row that was admitted before another choice."""
     made = adaptive_engine
     made.adaptive.controller = controller = with_fixed_times(FIXED)
-    limits, executor, run = [], made.executor, made.executor.run
+    limits, given, executor = [], [], made.executor
+    run, set_limits = executor.run, executor.set_draft_limits
 
     def note_run(*args, **settings):
         is_running = np.asarray(executor.state.is_running)
         limits.append(set(np.asarray(executor.state.draft_limit)[is_running].tolist()))
         run(*args, **settings)
 
+    def note_set(of_rows):
+        given.append(of_rows)
+        set_limits(of_rows)
+
     monkeypatch.setattr(executor, "run", note_run)
+    monkeypatch.setattr(executor, "set_draft_limits", note_set)
     for admitted, chosen in ((2, 2), (2, 1), (1, 1)):
         choice = adaptive.Choice(kind=RoundKind(chosen), num_rounds=4)
         controller._current = RoundKind(admitted)
         monkeypatch.setattr(controller, "choose", lambda *, choice=choice, **_: choice)
         limits.clear()
+        given.clear()
         made.generate(PROMPTS, [dataclasses.replace(one, max_tokens=20) for one in PARAMS])
         assert limits
         assert all(each == {chosen} for each in limits)
+        # Only when they change: once for each batch of rows.
+        assert len(given) == (0 if admitted == chosen else 3)
 
 
 def test_single_requests_adapt_too(adaptive_engine, target, plain):

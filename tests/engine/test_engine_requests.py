@@ -394,6 +394,10 @@ def test_other_weights_of_tied_models_bring_their_own_head(kernels):
             {**stored[2], "final_norm": jnp.ones(31)},
             r"float32\[31\] at \['final_norm'\], and the engine was compiled for float32\[32\]",
         ),
+        (
+            {**stored[2], "final_norm": jnp.ones(32, jnp.bfloat16)},
+            r"bfloat16\[32\] at \['final_norm'\], and the engine was compiled for float32\[32\]",
+        ),
     ):
         with pytest.raises(SettingError, match=message):
             engine.update_params(target=given)

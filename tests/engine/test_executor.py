@@ -116,6 +116,8 @@ def test_rows_that_are_ended_stay_as_they_ended(filled):
     assert filled.fetch("finish").finish.tolist() == [Finish.CANCELLED, Finish.MAX_TOKENS]
     filled.end_rows([0, 1], Finish.STOP_STRING)
     assert filled.fetch("finish").finish.tolist() == [Finish.CANCELLED, Finish.MAX_TOKENS]
+    counts = filled.compile_counts()  # after whatever the tests above did to the state
+    assert [counts[name] for name in ("init", "admit", "prefill", "run")] == [1] * 4
 
 
 def test_weights_of_another_shape_are_refused(executor):

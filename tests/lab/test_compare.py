@@ -195,6 +195,13 @@ def test_sampled_requests_share_their_seeds(target, drafters):
     assert outputs[0] == outputs[1]
 
 
+def test_intervals_are_as_wide_as_they_say():
+    values = np.random.default_rng(0).normal(1.0, 1.0, 30)
+    found, error = mean_interval(values), 1.96 * values.std(ddof=1) / np.sqrt(30)
+    assert found.low < found.mean == values.mean() < found.high
+    assert found.high - found.low == pytest.approx(2 * error, rel=0.1)
+
+
 def test_degenerate_samples_have_honest_intervals():
     alone = mean_interval(np.array([2.0]))
     assert alone.mean == 2

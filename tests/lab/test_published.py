@@ -9,6 +9,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.lab.studies import published
 from jaxspec.lab.studies.replay import list_scheduling
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.schedulers import Pool
 from jaxspec.types import Draft, chain_parents
 
 SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
@@ -78,6 +79,9 @@ def test_rounds_drafts_and_reading_are_those_of_a_simulation(target):
     assert rounds == int(engine.state.num_rounds) == 5
     assert drafted == sum(c.acceptance.num_draft_tokens for c in found) == 7 + 20
     assert read == int(engine.state.drafter.num_positions)
+    # EXSPEC takes its rows from a pool.
+    settings = published.exspec(target, window_size=7)
+    assert (settings["layout"], settings["scheduler"]) == ("aligned", Pool(window_size=7))
 
 
 def test_a_draft_cache_reads_what_is_drafted_and_committed(target):

@@ -256,6 +256,8 @@ def test_logits_in_parts_are_the_same(monkeypatch):
     whole = made()
     num_logits = 2 * BLOCK * model.vocab_size  # of two blocks
     monkeypatch.setattr(dual_path, "_MAX_LOGITS", num_logits)
+    in_parts = jax.make_jaxpr(functools.partial(score_blocks, drafter.config))
+    assert "length=3" in str(in_parts(drafter.params, params, batch))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), whole, made())
 
 

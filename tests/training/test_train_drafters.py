@@ -113,6 +113,10 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, target, texts, 
     assert steps == list(range(5, 13))
     whole = params_of(trained[name][0] / name, target)
     assert are_equal(whole, params_of(part.out / name, target))
+    # Sabotage: rows (and anchors) in another order are noticed.
+    other = dataclasses.replace(part, out=tmp_path / "other", seed=1)
+    train(other)
+    assert not are_equal(whole, params_of(other.out / name, target))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -177,7 +181,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
 
 
 def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):
-    """Interrupted in a decay."""
+    """Interrupted in a decay; one of them beside a run with it alone."""
     programs = []
     settings = {"tokens": BRANCHES, "kind": "hydra", "parts": {"shares_head": False}}
     grown = config("heads", tmp_path / "trunk", target, texts, **settings)
@@ -199,6 +203,13 @@ def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):
     assert (result["steps"], result["tokens"]) == (27, 27 * 64)  # the trunk's 20, and the decays'
     assert programs == programs[:1] * len(programs)  # no branch needs another program
     assert not (grown.out / "heads").exists()
+    alone = dataclasses.replace(grown, out=tmp_path / "alone", tokens=768)
+    train(alone)
+    shorter, same = (
+        params_of(grown.out / "branches" / tokens / "heads", target) for tokens in ("384", "768")
+    )
+    assert are_equal(params_of(alone.out / "heads", target), same)
+    assert not are_equal(shorter, same)
 
 
 def test_texts_that_are_too_short_are_skipped_and_counted(tmp_path, target, texts):

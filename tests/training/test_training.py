@@ -380,13 +380,17 @@ def test_weights_of_an_old_run_load(tmp_path):
 
 
 def test_a_disk_that_is_full_is_told(tmp_path, corpora):
+    tokenizer, tokens = data.train_tokenizer(["some words"], 300), tmp_path / "tokens"
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
     try:
         with pytest.raises(JaxspecError, match="File too large"):
             lm.train_lm(tiny(tmp_path / "out", corpora))
+        with pytest.raises(JaxspecError, match="File too large"):
+            data.write_tokens(tokens / "t", ["some words"] * 99, tokenizer)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tokens.iterdir())
 
 
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
