@@ -63,7 +63,7 @@ class AuditCommand(
     reference_weights: DtypeName | None = None
     """With --outputs: the dtype that the target's weights are rounded to for the reference, which
     computes in fp32; default: the dtype of the outputs."""
-    snippet: Literal["vllm", "sglang", "hf"] | None = None
+    snippet: Literal["vllm", "sglang", "hf", "openvino", "llama_cpp"] | None = None
     """Only print a script that writes this system's outputs in the format of --outputs."""
     controls: tuple[str, ...] | None = None
     """Audit the audit: inject these faults of published systems (all if none is named) one at a
