@@ -3,7 +3,7 @@
 A compiled program reads a sequence of any length: the prompt in chunks, the output in segments of
 `SEGMENT` tokens. Each segment is scored with fp32 compute, which is the reference. To measure
 rounding, it is scored again in the dtype of the output by several programs: with the target's
-kernels and with XLA's, in windows of several widths where their bits depend on the width, and with
+kernels and with XLA's, or in windows of several widths if XLA's are the target's own; and with
 logits in fp32 or rounded to the dtype. See `jaxspec.audit.noise`.
 """
 
@@ -82,7 +82,10 @@ class Scorer:
         read_wide = functools.partial(self._read, self._wide, chunk=SEGMENT)
         self._read_wide = self._program("reading of prompts", jnp.float32, read_wide)
         self._score = self._program("scoring", jnp.float32, self._score_segment, donate_argnums=1)
-        self._rescorings = tuple(map(self._rescoring, self._with_other_sums(rounded)))
+        models = self._with_other_sums(rounded)
+        is_invariant = getattr(models[0], "is_width_invariant", False)
+        widths = (SEGMENT,) if len(models) > 1 or is_invariant else WIDTHS
+        self._rescorings = tuple(self._rescoring(model, widths) for model in models)
         again = ((one.read, *one.by_width.values()) for one in self._rescorings)
         numbered(self._read_wide, self._score, *itertools.chain.from_iterable(again))
 
@@ -95,11 +98,10 @@ class Scorer:
         is_reference = self.dtype == jnp.float32 and model.is_width_invariant
         return others if is_reference else [model, *others]
 
-    def _rescoring(self, rounded: Model) -> _Rescoring:
+    def _rescoring(self, rounded: Model, widths: Sequence[int]) -> _Rescoring:
         model = packed_model(rounded)
         kernels = f"{model.kernels} kernels, " if isinstance(model, LanguageModel) else ""
         read = functools.partial(self._read, model, chunk=PROMPT_CHUNK)
-        widths = (SEGMENT,) if getattr(model, "is_width_invariant", False) else WIDTHS
         return _Rescoring(
             model=model,
             read=self._program("reading of prompts", self.dtype, read),

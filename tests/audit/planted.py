@@ -16,14 +16,15 @@ from jaxspec.types import Window
 
 CHUNK = 64  # tokens of a prompt that are read at once
 STALE_EVERY = 8  # tokens, of which the KV of one is that of another token
-SMALL_GAP = 0.5  # logits between the two best tokens
 
 # The rotary position of each slot `[...]`, given the number of tokens of the prompt.
 Positions = Callable[[jax.Array, jax.Array], jax.Array]
 POSITIONS: dict[str, Positions] = {
-    "positions of generated tokens off by one": lambda slots, n: slots + (slots >= n),
-    "two tokens share a position": lambda slots, n: slots - (slots >= n),
-    "a hole of one in the prompt": lambda slots, n: slots + (slots >= n // 2),
+    "positions of generated tokens off by one": lambda slots, n: (
+        slots + (slots >= n).astype(jnp.int32)
+    ),
+    "two tokens share a position": lambda slots, n: slots - (slots >= n).astype(jnp.int32),
+    "a hole of one in the prompt": lambda slots, n: slots + (slots >= n // 2).astype(jnp.int32),
     "all positions shifted by one": lambda slots, n: slots + 1,
 }
 
@@ -64,7 +65,7 @@ class Decoder:
         positions: Positions = _in_order,
         share_planted: float = 0.0,
         one_each: bool = False,
-        small_gaps: bool = False,
+        small_gap: float = 0.0,
         stale_kv: bool = False,
         seed: int = 0,
     ) -> list[Output]:
@@ -74,7 +75,7 @@ class Decoder:
           positions: the rotary position of each slot.
           share_planted: of tokens, drawn at random, that are the second best instead of the best.
           one_each: a random token of each output is the second best.
-          small_gaps: every token is the second best where the fp32 gap is below `SMALL_GAP`.
+          small_gap: every token is the second best where the fp32 gap is below this.
           stale_kv: the KV of every `STALE_EVERY`-th token is that of the second best token there.
           seed: of the random places.
         """
@@ -91,9 +92,11 @@ class Decoder:
             slots = self._lengths - 1 + index
             at = (slots[:, None], positions)
             before = second
-            logits, own = self._run(self._own, self._own.params, own, tokens[:, None], *at)
-            if small_gaps:
-                exact_logits, exact = self._run(
+            (best, second, _), own = self._run(
+                self._own, self._own.params, own, tokens[:, None], *at
+            )
+            if small_gap:
+                (_, _, gap), exact = self._run(
                     self._reference,
                     self._reference.params,
                     exact,
@@ -103,15 +106,10 @@ class Decoder:
                 )
             if stale_kv and index % STALE_EVERY == STALE_EVERY - 1:
                 _, own = self._run(self._own, self._own.params, own, before[:, None], *at)
-            two = jnp.argsort(-logits, axis=-1)[:, :2]
-            best, second = two[:, 0], two[:, 1].astype(jnp.int32)
-            is_planted = jnp.asarray(is_chosen[index])
-            if small_gaps:
-                highest = -jnp.sort(-exact_logits, axis=-1)[:, :2]
-                is_planted = highest[:, 0] - highest[:, 1] < SMALL_GAP
+            is_planted = gap < small_gap if small_gap else jnp.asarray(is_chosen[index])
             tokens, second = (
-                jnp.where(is_planted, second, best).astype(jnp.int32),
-                jnp.where(is_planted, best, second).astype(jnp.int32),
+                jnp.where(is_planted, second, best),
+                jnp.where(is_planted, best, second),
             )
             emitted.append(np.asarray(tokens))
             planted.append(np.asarray(is_planted))
@@ -133,7 +131,8 @@ class Decoder:
         return cache
 
     def _forward(self, model, params, cache, tokens, slots, positions: Positions):
-        """The logits after the last of some tokens `[B, T]`, and the cache with their KV."""
+        """The two best tokens after the last of some tokens `[B, T]` and the gap between them, and
+        the cache with the KV of the tokens."""
         places = jnp.maximum(slots, 0)
         window = Window(
             start=places[:, 0],
@@ -142,7 +141,11 @@ class Decoder:
             ends=places + 1,
         )
         hidden, cache = model.forward(params, tokens, window, cache)
-        return model.logits(params, hidden)[:, -1], cache
+        logits = model.logits(params, hidden[:, -1:])[:, 0]
+        best = jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        others = logits.at[jnp.arange(len(best)), best].set(-jnp.inf)
+        second = jnp.argmax(others, axis=-1).astype(jnp.int32)
+        return (best, second, jnp.max(logits, axis=-1) - jnp.max(others, axis=-1)), cache
 
 
 def dropped(output: Sequence[int], index: int) -> list[int]:

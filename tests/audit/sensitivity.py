@@ -34,6 +34,7 @@ from jaxspec.runtime.documents import make_document, write_document
 
 SHARES = (0.1, 0.03)  # of second-best tokens
 NUM_SEEDS = 5
+SMALL_GAP = 0.5  # logits between the two best tokens
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,18 +69,19 @@ def file_of(
 
 
 def planted_files(
-    target: LanguageModel, prompts: Sequence[Sequence[int]], max_tokens: int
+    target: LanguageModel,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    *,
+    num_seeds: int = NUM_SEEDS,
 ) -> Iterator[tuple[str, int, list[planted.Output]]]:
     """Each fault's name, its seed, and outputs with it."""
     decoder = planted.Decoder(target, prompts, max_tokens)
     healthy = decoder.outputs()
     yield "nothing", 0, healthy
-    yield (
-        f"the second best where the gap is below {planted.SMALL_GAP}",
-        0,
-        decoder.outputs(small_gaps=True),
-    )
-    for seed in range(NUM_SEEDS):
+    name = f"the second best where the gap is below {SMALL_GAP}"
+    yield name, 0, decoder.outputs(small_gap=SMALL_GAP)
+    for seed in range(num_seeds):
         for share in SHARES:
             name = f"the second best at {share:.0%} of positions"
             yield name, seed, decoder.outputs(share_planted=share, seed=seed)

@@ -2,6 +2,7 @@
 finds on a real model in bf16 is in docs/results/audit-sensitivity-cpu.json."""
 
 import dataclasses
+import functools
 
 import planted
 import pytest
@@ -15,7 +16,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.requests.prompts import encode_prompts, sample_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 
-MAX_TOKENS = 48
+MAX_TOKENS = 32
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +26,7 @@ def target():
 
 @pytest.fixture(scope="module")
 def prompts(target):
-    return encode_prompts(sample_prompts()[:8], target, max_prompt_tokens=40)
+    return encode_prompts(sample_prompts()[:6], target, max_prompt_tokens=40)
 
 
 @pytest.fixture(scope="module")
@@ -36,13 +37,8 @@ def scorer(target):
 @pytest.fixture(scope="module")
 def files(target, prompts):
     """Outputs by fault and seed."""
-    made = sensitivity.planted_files(target, prompts, MAX_TOKENS)
+    made = sensitivity.planted_files(target, prompts, MAX_TOKENS, num_seeds=1)
     return {(name, seed): outputs for name, seed, outputs in made}
-
-
-@pytest.fixture(scope="module")
-def audits(target, prompts, scorer, files):
-    return {key: audit_of(target, prompts, scorer, outputs) for key, outputs in files.items()}
 
 
 def audit_of(target, prompts, scorer, outputs):
@@ -50,49 +46,51 @@ def audit_of(target, prompts, scorer, outputs):
     return audit_outputs(target, sensitivity.file_of(ids, prompts, "float32"), scorer=scorer)
 
 
-def of_kind(audits, beginning):
-    return [audit for (name, _), audit in audits.items() if name.startswith(beginning)]
+@pytest.fixture(scope="module")
+def audits(target, prompts, scorer, files):
+    """The audits of the files whose fault begins like this, with their outputs."""
+
+    @functools.cache
+    def of(beginning):
+        chosen = [each for (name, _), each in files.items() if name.startswith(beginning)]
+        return [(audit_of(target, prompts, scorer, outputs), outputs) for outputs in chosen]
+
+    return of
 
 
 def test_nothing_planted_is_the_engines_output_and_nothing_is_found(target, prompts, files, audits):
-    engine = Engine(target, batch_size=8, max_length=120)
+    engine = Engine(target, batch_size=6, max_length=120)
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
     done = engine.generate([list(prompt) for prompt in prompts], params)
     healthy = files["nothing", 0]
     assert [output.token_ids for output in healthy] == [list(one.token_ids) for one in done]
-    (audit,) = of_kind(audits, "nothing")
+    [(audit, _)] = audits("nothing")
     assert audit.holds
     assert audit.tie_p_value > 0.5
 
 
 def test_second_best_tokens_are_found_in_every_file(audits):
-    planted_files = of_kind(audits, "the second best")
-    assert len(planted_files) == 1 + 2 * sensitivity.NUM_SEEDS
-    assert not any(audit.holds for audit in planted_files)
+    assert [audit.holds for audit, _ in audits("the second best")] == [False] * 3
 
 
 @pytest.mark.parametrize("kind", ["one second-best", "a dropped", "another prompt's"])
-def test_a_single_fault_is_found_in_every_output_where_rounding_is_far_away(files, audits, kind):
-    rows = [
-        sensitivity.row("", audits[key], [output.is_planted for output in outputs])
-        for key, outputs in files.items()
-        if key[0].startswith(kind)
-    ]
-    num_clear = sum(row["num_clear"] for row in rows)
-    assert num_clear > 30
-    assert sum(row["num_clear_found"] for row in rows) == num_clear
+def test_a_single_fault_is_found_in_every_output_where_rounding_is_far_away(audits, kind):
+    [(audit, outputs)] = audits(kind)
+    row = sensitivity.row("", audit, [output.is_planted for output in outputs])
+    assert row["num_clear"] >= 5
+    assert row["num_clear_found"] == row["num_clear"]
 
 
 @pytest.mark.parametrize(
     "kind", ["stale KV", "positions of generated", "two tokens share", "a hole of one"]
 )
 def test_broken_kv_and_positions_are_found(audits, kind):
-    (audit,) = of_kind(audits, kind)
+    [(audit, _)] = audits(kind)
     assert not audit.holds
 
 
 def test_positions_that_are_all_shifted_change_nothing_but_rounding(audits):
-    (audit,) = of_kind(audits, "all positions")
+    [(audit, _)] = audits("all positions")
     assert audit.holds
 
 
@@ -101,9 +99,10 @@ def test_positions_that_are_all_shifted_change_nothing_but_rounding(audits):
 
 @pytest.fixture(scope="module")
 def coarse(prompts):
-    """A target in bf16, its scorer, and outputs with the second best token at every small gap."""
+    """A target in bf16, its scorer, and outputs with the second best token at every gap below ten
+    times the scale of the noise."""
     target = jaxspec.load_model("demo-target", dtype="bfloat16")
-    made = planted.Decoder(target, prompts, MAX_TOKENS).outputs(small_gaps=True)
+    made = planted.Decoder(target, prompts, MAX_TOKENS).outputs(small_gap=0.15)
     file = sensitivity.file_of([output.token_ids for output in made], prompts, "bfloat16")
     return target, Scorer(target, max_length=120), file
 
