@@ -44,6 +44,8 @@ class OutputsAudit:
       judged: the findings for each output, token by token.
       tie_tests: whether the greedy outputs have more ties than rounding explains; empty if there
         are none.
+      num_beyond: expected number of tokens beyond the bound of a tie in healthy greedy outputs like
+        these, by the changes that were measured: those would be false alarms.
       ends: where an output ends too early or too late, by its line.
       samples: the evidence of the sampled outputs against the distribution.
       distribution_tests: those of prompts with several samples, by the line of the first.
@@ -57,6 +59,7 @@ class OutputsAudit:
     noise: GapNoise
     judged: tuple[OwnOutput, ...]
     tie_tests: tuple[TieTest, ...]
+    num_beyond: float
     ends: dict[int, Divergence]
     samples: SampleEvidence
     distribution_tests: dict[int, distributions.DistributionTest]
@@ -240,6 +243,7 @@ class OutputsAudit:
                 "tie_tests": [dataclasses.asdict(test) for test in self.tie_tests],
                 "tie_p_value": json_number(self.tie_p_value),
                 "tie_alpha": noise.ALPHA,
+                "num_beyond_bound": self.num_beyond,
             },
             "sampled": {
                 "num_outputs": len(self.sampled),
@@ -297,13 +301,13 @@ def audit_outputs(
     if scorer is None:
         declared = file.dtype if file.is_judged else None
         scorer = Scorer(target, max_length=longest_of([file]) + 1, dtype=dtype or declared)
-    num_judged = 0
+    num_outputs, num_judged = len(file.outputs), 0
 
     def note() -> None:
         nonlocal num_judged
         num_judged += 1
         if on_output is not None:
-            on_output(min(num_judged, len(file.outputs)))
+            on_output(min(num_judged, num_outputs))
 
     if file.is_judged:
         file = dataclasses.replace(file, dtype=scorer.dtype.name)
@@ -361,13 +365,15 @@ def audit_outputs(
         )
         if end is not None:
             ends[output.number] = end
+    gaps, is_other = _contexts([(o, judged[o.number]) for o in file.outputs])
     audit = OutputsAudit(
         file=file,
         target=target.name,
         reference_weights=scorer.reference_weights.name,
         noise=found_noise,
         judged=tuple(judged[output.number] for output in file.outputs),
-        tie_tests=_tie_tests(found_noise, [(o, judged[o.number]) for o in file.outputs]),
+        tie_tests=tie_tests(found_noise, gaps, is_other) if len(gaps) else (),
+        num_beyond=float(found_noise.flips(gaps[gaps > found_noise.bound]).sum()),
         ends=ends,
         samples=evidence,
         distribution_tests=_distribution_tests(scorer, [o for o in sampled if o in whole]),
@@ -381,12 +387,11 @@ def longest_of(files: Sequence[OutputsFile]) -> int:
     return max(len(o.prompt_token_ids) + len(o.token_ids) for file in files for o in file.outputs)
 
 
-def _tie_tests(
-    found_noise: GapNoise, pairs: Sequence[tuple[Output, OwnOutput]]
-) -> tuple[TieTest, ...]:
-    """The tests of the number of ties in greedy outputs; equal contexts count once."""
+def _contexts(pairs: Sequence[tuple[Output, OwnOutput]]) -> tuple[np.ndarray, np.ndarray]:
+    """The gaps `[n]` of the distinct contexts of greedy outputs, and whether each has another token
+    than the best one."""
     known: set[tuple[int, SamplingParams]] = set()
-    gaps, is_tie = [], []
+    gaps, is_other = [], []
     for output, own in pairs:
         if output.params.temperature > 0:
             continue
@@ -396,8 +401,8 @@ def _tie_tests(
             if (context, output.params) not in known:
                 known.add((context, output.params))
                 gaps.append(gap)
-                is_tie.append(index in other)
-    return tie_tests(found_noise, np.array(gaps), np.array(is_tie, bool)) if gaps else ()
+                is_other.append(index in other)
+    return np.array(gaps), np.array(is_other, bool)
 
 
 def _hint(scorer: Scorer, audit: OutputsAudit) -> str | None:
@@ -422,7 +427,7 @@ def _hint(scorer: Scorer, audit: OutputsAudit) -> str | None:
             if all(0 <= token < size for token in o.token_ids)
         ],
     )
-    tests = _tie_tests(explained, audit.greedy)
+    tests = tie_tests(explained, *_contexts(audit.greedy))
     if any(d.margin > explained.bound for d in found) or tie_p_value(tests) < noise.ALPHA:
         return None
     return "All of it would be explained if the engine computed in bfloat16."

@@ -252,7 +252,7 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             "ties": str(count[Finding.TIE]),
             "ties that rounding explains": "; ".join(map(_tie_words, audit.tie_tests)),
             "p of the ties": f"{audit.tie_p_value:.2g}, alpha {noise.ALPHA:g}",
-            "faults": str(count[Finding.FAULT]),
+            "faults": f"{count[Finding.FAULT]}, of which chance explains {audit.num_beyond:.2g}",
         }
         title = "Greedy outputs under the target, every token after the output's own"
         tables.append(TextTable.of_values(title, found))

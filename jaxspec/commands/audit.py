@@ -163,9 +163,11 @@ class AuditCommand(
         target = dataclasses.replace(self, dtype=None).load(target_name)
         files: dict[str, OutputsFile] = {}
         against = None
+        has_same_names = len({each.stem for each in texts}) < len(texts)
         for each, (text, _) in texts.items():
             parts = parse_outputs(text, target, name=str(each))
-            names = [f"{each}, {part.label}" if parts[1:] else str(each) for part in parts]
+            name = str(each) if has_same_names else each.stem
+            names = [f"{name}, {part.label}" if parts[1:] else name for part in parts]
             files |= dict(zip(names, parts, strict=True))
             if each == self.against:
                 against = names[0]

@@ -137,6 +137,7 @@ def row(name: str, audit: OutputsAudit, marks: Sequence[Sequence[bool]] = ()) ->
         "beyond_90": sum(d.margin > float(np.quantile(changes, 0.9)) for d in other),
         "explained": audit.tie_tests[0].expected,
         "p": audit.tie_p_value,
+        "num_beyond": audit.num_beyond,
         "faults": sum(d.finding == Finding.FAULT for d in other),
         "outputs_with_faults": sum(own.first is not None for own in audit.judged),
         "largest_margin": max((d.margin for d in other), default=0.0),
