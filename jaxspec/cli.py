@@ -349,7 +349,7 @@ def run_command(args: Sequence[str]) -> int:
         from jaxspec.runtime.documents import json_text
 
         print(json_text(document))
-    return 0 if document.get("holds", True) else 3
+    return 3 if document.get("holds") is False else 0
 
 
 def prepare_process() -> None:

@@ -683,5 +683,54 @@ def scaling_batch(found):
     ]
 
 
+# ------------------------------------------------------------------------ auditing-your-engine.md
+
+
+@of("audit-sensitivity-cpu.json")
+def audit_engines(found):
+    rows = [
+        [
+            each["what"],
+            each["engine"],
+            each["tokens"],
+            each["not_the_best"],
+            f"{each['explained']:.1f}",
+            f"{each['largest_margin']:.2g}",
+            f"{each['p']:.2g}",
+            f"{each['faults']} faults"
+            if each["faults"]
+            else "too many ties"
+            if each["is_found"]
+            else "nothing",
+        ]
+        for each in found["engines"]
+    ]
+    header = ["file", "outputs of", "tokens", "not the target's", "ties explained"]
+    return [*header, "largest margin", "p", "found"], rows
+
+
+@of("audit-sensitivity-cpu.json")
+def audit_planted(found):
+    by_kind = {}
+    for each in found["planted"]:
+        by_kind.setdefault(each["what"], []).append(each)
+    rows = []
+    for what, files in by_kind.items():
+        num_clear = sum(each["num_clear"] for each in files)
+        clear = f"{sum(each['num_clear_found'] for each in files)} of {num_clear}"
+        tokens = sum(each["tokens"] for each in files)
+        rows.append(
+            [
+                what,
+                f"{sum(each['is_found'] for each in files)} of {len(files)}",
+                clear if num_clear else "",
+                f"{sum(each['not_the_best'] for each in files) / tokens:.1%}",
+                f"{sum(each['beyond_90'] for each in files) / tokens:.1%}",
+            ]
+        )
+    header = ["planted", "files found", "outputs found with a gap above 4 s", "tokens not the best"]
+    return [*header, "and beyond the 90 % quantile of the noise"], rows
+
+
 if __name__ == "__main__":
     main()

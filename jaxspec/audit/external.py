@@ -1,4 +1,4 @@
-"""Audits another system's outputs under the target."""
+"""Audits other systems' outputs under the target, and compares their files with each other."""
 
 from __future__ import annotations
 
@@ -8,14 +8,27 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
+
 from jaxspec.audit import chi_square as distributions
+from jaxspec.audit import noise
 from jaxspec.audit.endings import judge_end
 from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, judge_alone, mean
+from jaxspec.audit.noise import (
+    GapNoise,
+    TieTest,
+    contexts,
+    measure_noise,
+    tie_p_value,
+    tie_tests,
+)
 from jaxspec.audit.outputs import Output, OutputsFile, read_outputs
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.models.base import Model
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.values import check_callable, check_kind, number
 
 
@@ -24,29 +37,39 @@ class OutputsAudit:
     """An audit of a file of outputs.
 
     Attributes:
-      engine: the system that made the outputs, and its version.
+      file: the outputs, and how they were computed.
       target: the model under which they are judged.
-      dtype: in which they were computed.
-      is_text: whether their ids were made from text, so that other ids may have been emitted;
-        their ends are not judged.
-      outputs: greedy and sampled ones.
+      reference_weights: the dtype that the reference's weights were rounded to.
+      noise: how far rounding moves the gap between two tokens here.
       judged: the findings for each output, token by token.
+      tie_tests: whether the greedy outputs have more ties than rounding explains; empty if there
+        are none.
+      num_beyond: expected number of tokens beyond the bound of a tie in healthy greedy outputs like
+        these, by the changes that were measured: those would be false alarms.
       ends: where an output ends too early or too late, by its line.
       samples: the evidence of the sampled outputs against the distribution.
       distribution_tests: those of prompts with several samples, by the line of the first.
       alpha: level of the distribution tests of the file, together.
+      hint: what may explain the findings, as a sentence; None if nothing is known.
     """
 
-    engine: str
+    file: OutputsFile
     target: str
-    dtype: str
-    is_text: bool
-    outputs: tuple[Output, ...]
+    reference_weights: str
+    noise: GapNoise
     judged: tuple[OwnOutput, ...]
+    tie_tests: tuple[TieTest, ...]
+    num_beyond: float
     ends: dict[int, Divergence]
     samples: SampleEvidence
     distribution_tests: dict[int, distributions.DistributionTest]
     alpha: float
+    hint: str | None = None
+
+    @property
+    def outputs(self) -> tuple[Output, ...]:
+        """The outputs, in the order of their lines."""
+        return self.file.outputs
 
     @property
     def greedy(self) -> list[tuple[Output, OwnOutput]]:
@@ -101,30 +124,57 @@ class OutputsAudit:
         return distributions.combined_p_value(list(self.distribution_tests.values()))
 
     @property
-    def holds(self) -> bool:
-        """Whether nothing was found that neither a tie nor chance explains."""
+    def tie_p_value(self) -> float:
+        """The p-value of the tests of the number of ties, together; NaN without greedy outputs."""
+        return tie_p_value(self.tie_tests)
+
+    @property
+    def has_too_many_ties(self) -> bool:
+        """Whether rounding does not explain the number or the sizes of the ties."""
+        return self.tie_p_value < noise.ALPHA
+
+    @property
+    def holds(self) -> bool | None:
+        """Whether nothing was found that neither rounding nor chance explains; None if the outputs
+        are not judged, because the target cannot be computed as they were."""
+        if not self.file.is_judged:
+            return None
         follows = self.samples.holds and not self.distribution_p_value < self.alpha
-        return follows and not self.ends and all(self._are_own)
+        own = all(self._are_own) and not self.has_too_many_ties
+        return follows and not self.ends and own
 
     @property
     def promise(self) -> str:
         """The criteria that the outputs are judged by, in words."""
-        greedy = "greedy output is the target's own, equal up to proven ties"
+        if not self.file.is_judged:
+            return "none: outputs of quantised weights or KV are compared and measured, not judged"
+        greedy = "greedy output is the target's own, equal up to ties that rounding explains"
         sampled = "sampled output follows the target's distribution (distribution only)"
         ends = "each ends at its first stop token or at max_tokens"
         return "; ".join(
             [greedy] * bool(self.greedy)
             + [sampled] * bool(self.sampled)
-            + [ends] * (not self.is_text)
+            + [ends] * (not self.file.is_text)
         )
 
     @property
     def sentence(self) -> str:
         """The findings, in words."""
+        if not self.file.is_judged:
+            num_tokens = sum(own.num_tokens for own in self.judged)
+            num_other = sum(len(own.divergences) for own in self.judged)
+            return f"{num_other} of {num_tokens} tokens of {self.file.label} are not the target's."
         greedy = (
-            f"{sum(self._are_own)} of {len(self.greedy)} greedy outputs of {self.engine} are the "
-            "target's own up to proven ties"
+            f"{sum(self._are_own)} of {len(self.greedy)} greedy outputs of {self.file.label} are "
+            "the target's own up to ties"
         )
+        if self.has_too_many_ties:
+            worst = min(self.tie_tests, key=lambda test: test.p_value)
+            greedy += (
+                f"; there are more ties than rounding explains: {worst.observed} of at least "
+                f"{worst.at_least:.2g} logits, where it explains {worst.expected:.1f} (p = "
+                f"{self.tie_p_value:.1g})"
+            )
         num_wrong = self.samples.num_excluded + self.samples.num_unlikely
         sampled = f"{num_wrong} of {len(self.sampled)} sampled outputs break its distribution"
         if self.samples.is_unlikely_together:
@@ -138,6 +188,7 @@ class OutputsAudit:
                 + [self._ends_sentence] * bool(self.ends)
             )
             + "."
+            + (f" {self.hint}" if self.hint else "")
         )
 
     @property
@@ -158,6 +209,9 @@ class OutputsAudit:
                 " (the target goes on with a stop token there; if the engine emitted it, write it "
                 "into the file)"
             )
+        is_eos_ignored = all(o.params.ignore_eos for o in self.outputs)
+        if num_long and not is_eos_ignored:
+            sentence += ' (if the engine ignored stop tokens, say so: "ignore_eos": true)'
         return sentence
 
     def to_json(self) -> dict[str, Any]:
@@ -168,13 +222,17 @@ class OutputsAudit:
             "promise": self.promise,
             "holds": self.holds,
             "sentence": self.sentence,
-            "engine": self.engine,
+            "engine": f"{self.file.engine} {self.file.version}".strip(),
+            "dtype": self.file.dtype,
+            "kv_dtype": self.file.kv_dtype,
+            "batch_size": self.file.batch_size,
             "target": self.target,
-            "dtype": self.dtype,
-            "ids_from_text": self.is_text,
+            "reference": f"fp32 compute, weights rounded to {self.reference_weights}",
+            "noise": self.noise.to_json(),
+            "ids_from_text": self.file.is_text,
             "num_outputs": len(self.outputs),
             "num_after_stop": sum(bool(output.after_stop) for output in self.outputs),
-            "are_ends_judged": not self.is_text,
+            "are_ends_judged": not self.file.is_text,
             "num_too_short": self.num_too_short,
             "num_too_long": len(self.ends) - self.num_too_short,
             "greedy": {
@@ -182,6 +240,10 @@ class OutputsAudit:
                 "exact": json_number(self.exact),
                 "exact_up_to_ties": json_number(self.exact_up_to_ties),
                 "prefix_match": json_number(self.prefix_match),
+                "tie_tests": [dataclasses.asdict(test) for test in self.tie_tests],
+                "tie_p_value": json_number(self.tie_p_value),
+                "tie_alpha": noise.ALPHA,
+                "num_beyond_bound": self.num_beyond,
             },
             "sampled": {
                 "num_outputs": len(self.sampled),
@@ -212,7 +274,8 @@ def audit_outputs(
     """Audits another system's outputs under `target`, every token of them.
 
     Args:
-      target: the model whose outputs they are claimed to be.
+      target: the model whose outputs they are claimed to be. Its weights, rounded to the dtype,
+        are the reference's, which computes in fp32.
       file: a file of outputs (see `jaxspec.audit.outputs`), or what `read_outputs` returned.
       dtype: the dtype in which they were computed; default what the header says, otherwise the
         target's.
@@ -235,33 +298,46 @@ def audit_outputs(
     if scorer is not None:
         check_kind("scorer", scorer, Scorer, "a Scorer, or None")
     check_callable(on_output=on_output)
-    longest = max(len(o.prompt_token_ids) + len(o.token_ids) for o in file.outputs)
     if scorer is None:
-        scorer = Scorer(target, max_length=longest + 1, dtype=dtype or file.dtype)
-    num_judged = 0
+        declared = file.dtype if file.is_judged else None
+        scorer = Scorer(target, max_length=longest_of([file]) + 1, dtype=dtype or declared)
+    num_outputs, num_judged = len(file.outputs), 0
 
     def note() -> None:
         nonlocal num_judged
         num_judged += 1
         if on_output is not None:
-            on_output(min(num_judged, len(file.outputs)))
+            on_output(min(num_judged, num_outputs))
 
+    if file.is_judged:
+        file = dataclasses.replace(file, dtype=scorer.dtype.name)
+    size = target.vocab_size
+    whole = [o for o in file.outputs if all(0 <= token < size for token in o.token_ids)]
+    found_noise = measure_noise(
+        scorer, [(o.prompt_token_ids, o.token_ids, o.params) for o in whole]
+    )
     # Other engines draw with other noise, so their seeds cannot be used here.
     is_keyed = file.engine == "jaxspec"
     params = {
         o.number: o.params if is_keyed else dataclasses.replace(o.params, seed=None)
         for o in file.outputs
     }
-    judged = {}
+    judged: dict[int, OwnOutput] = {}
+    same: dict[Any, OwnOutput] = {}  # equal outputs are judged once
     for output in file.outputs:
-        if output.params.temperature == 0:
-            judged[output.number] = judge_alone(
+        if output.params.temperature > 0:
+            continue
+        key = output.prompt_token_ids, output.token_ids, output.params
+        if key not in same:
+            same[key] = judge_alone(
                 scorer,
                 prompt_ids=output.prompt_token_ids,
                 output_ids=output.token_ids,
                 params=output.params,
+                noise=found_noise,
             )
-            note()
+        judged[output.number] = same[key]
+        note()
     sampled = [output for output in file.outputs if output.params.temperature > 0]
     found, evidence = judge_samples(
         scorer,
@@ -274,11 +350,12 @@ def audit_outputs(
             )
             for output in sampled
         ],
+        noise=found_noise,
         on_output=note,
     )
     judged |= {output.number: own for output, own in zip(sampled, found, strict=True)}
     ends = {}
-    for output in () if file.is_text else file.outputs:
+    for output in () if file.is_text else whole:
         end = judge_end(
             scorer,
             prompt_ids=output.prompt_token_ids,
@@ -288,18 +365,72 @@ def audit_outputs(
         )
         if end is not None:
             ends[output.number] = end
-    return OutputsAudit(
-        engine=f"{file.engine} {file.version}".strip(),
+    gaps, is_other = _contexts([(o, judged[o.number]) for o in file.outputs])
+    audit = OutputsAudit(
+        file=file,
         target=target.name,
-        dtype=scorer.dtype.name,
-        is_text=file.is_text,
-        outputs=file.outputs,
+        reference_weights=scorer.reference_weights.name,
+        noise=found_noise,
         judged=tuple(judged[output.number] for output in file.outputs),
+        tie_tests=tie_tests(found_noise, gaps, is_other) if len(gaps) else (),
+        num_beyond=float(found_noise.flips(gaps[gaps > found_noise.bound]).sum()),
         ends=ends,
         samples=evidence,
-        distribution_tests=_distribution_tests(scorer, sampled),
+        distribution_tests=_distribution_tests(scorer, [o for o in sampled if o in whole]),
         alpha=alpha,
     )
+    return dataclasses.replace(audit, hint=_hint(scorer, audit))
+
+
+def longest_of(files: Sequence[OutputsFile]) -> int:
+    """The most tokens of a prompt and its output together."""
+    return max(len(o.prompt_token_ids) + len(o.token_ids) for file in files for o in file.outputs)
+
+
+def _contexts(pairs: Sequence[tuple[Output, OwnOutput]]) -> tuple[np.ndarray, np.ndarray]:
+    """The gaps `[n]` of the distinct contexts of greedy outputs, and whether each has another token
+    than the best one."""
+    known: set[tuple[int, SamplingParams]] = set()
+    gaps, is_other = [], []
+    for output, own in pairs:
+        if output.params.temperature > 0:
+            continue
+        other = {divergence.index for divergence in own.divergences}
+        places = contexts(output.prompt_token_ids, output.token_ids)
+        for index, (gap, context) in enumerate(zip(own.gaps, places, strict=False)):
+            if (context, output.params) not in known:
+                known.add((context, output.params))
+                gaps.append(gap)
+                is_other.append(index in other)
+    return np.array(gaps), np.array(is_other, bool)
+
+
+def _hint(scorer: Scorer, audit: OutputsAudit) -> str | None:
+    """What may explain the findings: that the engine computed in bfloat16 (as OpenVINO does on
+    CPUs), whatever the file says."""
+    found = [d for _, own in audit.greedy for d in own.divergences]
+    is_wrong = audit.has_too_many_ties or any(d.finding != Finding.TIE for d in found)
+    if not (audit.file.is_judged and is_wrong) or scorer.dtype == jnp.bfloat16:
+        return None
+    coarse = Scorer(
+        scorer.target,
+        max_length=longest_of([audit.file]) + 1,
+        dtype="bfloat16",
+        reference_weights=scorer.reference_weights,
+    )
+    size = scorer.target.vocab_size
+    explained = measure_noise(
+        coarse,
+        [
+            (o.prompt_token_ids, o.token_ids, o.params)
+            for o, _ in audit.greedy
+            if all(0 <= token < size for token in o.token_ids)
+        ],
+    )
+    tests = tie_tests(explained, *_contexts(audit.greedy))
+    if any(d.margin > explained.bound for d in found) or tie_p_value(tests) < noise.ALPHA:
+        return None
+    return "All of it would be explained if the engine computed in bfloat16."
 
 
 def _distribution_tests(

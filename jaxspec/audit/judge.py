@@ -7,9 +7,8 @@ which that holds is the *margin* of x: 0 for the token that wins by the fp32 log
 winner for any other token where no filter is set. For a sampled request the logits are perturbed by
 the keyed noise of the position, the same in every program.
 
-The margin is compared with a *bound* on 2 n: twice the largest change that re-scoring this context
-in the output's dtype made to any logit, plus the rounding of the two logits themselves to that
-dtype (engines that keep logits in bf16 do that).
+The margin is compared with a *bound* on 2 n: how far rounding moves the gap between two tokens, as
+`jaxspec.audit.noise` measures it, and at least the rounding of the two logits themselves.
 """
 
 from __future__ import annotations
@@ -25,6 +24,7 @@ import numpy as np
 
 from jaxspec.audit.evidence import ALPHA, Bets, bets_of
 from jaxspec.audit.evidence import log_evidence as of_bets
+from jaxspec.audit.noise import OTHERS_FACTOR, GapNoise, measure_noise
 from jaxspec.audit.scoring import Scorer
 from jaxspec.audit.segment import Segment
 from jaxspec.models.base import Model
@@ -41,7 +41,7 @@ class Finding(enum.StrEnum):
     """
 
     TIE = "tie"
-    FAULT = "synchronisation fault"
+    FAULT = "fault"
     SAMPLING = "sampling"
 
 
@@ -58,8 +58,10 @@ class Divergence:
       gap: logit of `expected` minus that of `token`, both with the position's noise if sampled;
         -inf or inf if one of them does not exist.
       margin: how far logits must move apart for both tokens to be drawn; see the module.
-      noise: largest change of one logit when this context is scored again.
+      scale: of the changes that rounding makes to the gap; see `noise.GapNoise`.
       bound: what rounding explains; a margin up to that is a tie.
+      chance: probability that rounding moves the gap by so much and in that direction, in an engine
+        whose changes are `noise.OTHERS_FACTOR` times ours.
       filter_distance: how far logits must move apart for the filters to decide differently about
         `token`; None if no filter is set.
       log_probs: log-probability of `token` under the distribution of a sampled request; None for a
@@ -74,8 +76,9 @@ class Divergence:
     expected: int
     gap: float = math.inf
     margin: float = math.inf
-    noise: float = 0.0
+    scale: float = 0.0
     bound: float = 0.0
+    chance: float = 0.0
     filter_distance: float | None = None
     log_probs: float | None = None
     log_evidence: float | None = None
@@ -159,12 +162,15 @@ class OwnOutput:
 
     Attributes:
       num_tokens: number of tokens judged.
+      gaps: `[n]` fp32, the lead of the best token at each position of the vocabulary's tokens; see
+        `Segment.gap`.
       divergences: every token that the target would not have emitted there by its fp32 logits; for
         a sampled output without a seed, only those that its distribution excludes.
       bets: the bets against the distribution, over a whole sampled output; None for a greedy one.
     """
 
     num_tokens: int
+    gaps: np.ndarray
     divergences: tuple[Divergence, ...]
     bets: Bets | None
 
@@ -193,11 +199,13 @@ def judge(
     output_ids: Sequence[int],
     reference_ids: Sequence[int],
     params: SamplingParams,
+    noise: GapNoise | None = None,
 ) -> Divergence | None:
     """Where an output differs from a reference, and why; None if it does not.
 
     Both follow `prompt_ids`, are cut after the stop token, and were drawn with `params` (which
-    include the seed if sampled). The scorer is one of the target, in the dtype of the output.
+    include the seed if sampled). The scorer is one of the target, in the dtype of the output; the
+    noise is measured on this output if None is given.
     """
     index = first_difference(output_ids, reference_ids)
     if index is None:
@@ -207,11 +215,12 @@ def judge(
     size = scorer.target.vocab_size
     if not (0 <= token < size and 0 <= expected < size):
         return Divergence(index=index, token=token, expected=expected)
+    noise = noise or measure_noise(scorer, [(prompt_ids, _inside(output_ids, size), params)])
     # The rest of a sampled output distinguishes another seed's draw from a fault.
     is_sampled = params.temperature > 0
     scored = _inside(output_ids, size) if is_sampled else output_ids[: index + 1]
     here, bets = None, 0.0
-    for segment in scorer.segments(prompt_ids, scored, params):
+    for segment in scorer.segments(prompt_ids, scored, params, measures_noise=is_sampled):
         if segment.end > index:
             here = here or segment
             if is_sampled:
@@ -219,7 +228,7 @@ def judge(
                 bets += own[max(index - segment.first, 0) :].sum(axis=0)
     assert here is not None
     evidence = of_bets(np.asarray(bets)) if is_sampled else None
-    return _examine(scorer, here, index, expected, params, log_evidence=evidence)
+    return _examine(scorer, here, index, expected, params, noise, log_evidence=evidence)
 
 
 def judge_all(
@@ -249,6 +258,17 @@ def judge_all(
     if differing and not isinstance(scorer, Scorer):
         longest = max(len(c.prompt_token_ids) + len(c.token_ids) for c in completions)
         scorer = Scorer(scorer, max_length=longest)
+    noise = None
+    if differing:
+        assert isinstance(scorer, Scorer)
+        size = scorer.target.vocab_size
+        noise = measure_noise(
+            scorer,
+            [
+                (pairs[i][0].prompt_token_ids, _inside(pairs[i][0].token_ids, size), pairs[i][2])
+                for i in differing
+            ],
+        )
     judged: dict[int, Divergence] = {}
     for index in differing:
         completion, reference, own = pairs[index]
@@ -259,6 +279,7 @@ def judge_all(
             output_ids=completion.token_ids,
             reference_ids=reference,
             params=own,
+            noise=noise,
         )
         assert divergence is not None
         judged[index] = divergence
@@ -273,7 +294,8 @@ def judge_alone(
     prompt_ids: Sequence[int],
     output_ids: Sequence[int],
     params: SamplingParams,
-    measures_noise: bool = False,
+    noise: GapNoise | None = None,
+    allows_noise: bool = False,
 ) -> OwnOutput:
     """Where an output stops being the target's own, token by token under teacher forcing.
 
@@ -286,47 +308,44 @@ def judge_alone(
       output_ids: cut after the stop token.
       params: how it was drawn. If it was sampled and the seed is None, only its distribution is
         judged.
-      measures_noise: whether to measure rounding even if no token is unexpected, so that the bets
-        allow for it.
+      noise: of outputs like this one; if None is given it is measured on this one, once a token is
+        unexpected.
+      allows_noise: whether the bets on a sampled output allow for rounding, which is then measured
+        at each position.
     """
     inside = _inside(output_ids, scorer.target.vocab_size)
     is_sampled = params.temperature > 0
     is_keyed = not is_sampled or params.seed is not None
     found: list[Divergence] = []
-    total = Bets.none()
-    # Measuring noise is most of the work, so it is done only where a token is unexpected: a first
-    # pass without it ends at the first unexpected token, or finds none.
-    for measures in (True,) if measures_noise else (False, True):
-        total = Bets.none()
-        for segment in scorer.segments(prompt_ids, inside, params, measures_noise=measures):
-            if is_keyed:
-                unexpected = segment.chosen != segment.tokens
-            else:
-                unexpected = np.isneginf(segment.log_probs)
-            if not measures and np.any(unexpected):
-                break
-            bets = bets_of(segment, params.temperature) if is_sampled else segment.log_bets
-            for row in np.flatnonzero(unexpected):
-                divergence = _examine(
-                    scorer,
-                    segment,
-                    segment.first + int(row),
-                    int(segment.chosen[row]),
-                    params,
-                    log_evidence=of_bets(bets[row]) if is_sampled else None,
-                    is_keyed=is_keyed,
-                )
-                if divergence.finding == Finding.TIE and is_sampled:
-                    # A token that rounding may have let through a filter is not evidence.
-                    bets[row] = np.minimum(bets[row], 0)
-                found.append(divergence)
-            total = total.plus(bets, segment)
-        else:
-            break
+    gaps, total = [], Bets.none()
+    for segment in scorer.segments(prompt_ids, inside, params, measures_noise=allows_noise):
+        gaps.append(segment.gap)
+        bets = bets_of(segment, params.temperature) if is_sampled else segment.log_bets
+        unexpected = segment.chosen != segment.tokens
+        if not is_keyed:
+            unexpected = np.isneginf(segment.log_probs)
+        for row in np.flatnonzero(unexpected):
+            noise = noise or measure_noise(scorer, [(prompt_ids, inside, params)])
+            divergence = _examine(
+                scorer,
+                segment,
+                segment.first + int(row),
+                int(segment.chosen[row]),
+                params,
+                noise,
+                log_evidence=of_bets(bets[row]) if is_sampled else None,
+                is_keyed=is_keyed,
+            )
+            if divergence.finding == Finding.TIE and is_sampled:
+                # A token that rounding may have let through a filter is not evidence.
+                bets[row] = np.minimum(bets[row], 0)
+            found.append(divergence)
+        total = total.plus(bets, segment)
     if len(inside) < len(output_ids):
         found.append(Divergence(index=len(inside), token=output_ids[len(inside)], expected=-1))
     return OwnOutput(
         num_tokens=len(output_ids),
+        gaps=np.concatenate(gaps) if gaps else np.zeros((0,), np.float32),
         divergences=tuple(found),
         bets=total if is_sampled else None,
     )
@@ -344,6 +363,7 @@ def _examine(
     index: int,
     expected: int,
     params: SamplingParams,
+    noise: GapNoise,
     *,
     log_evidence: float | None,
     is_keyed: bool = True,
@@ -351,7 +371,7 @@ def _examine(
     """A divergence with its margin, bound and verdict; `log_evidence` is None for a greedy
     request."""
     row = index - segment.first
-    token, noise = int(segment.tokens[row]), float(segment.noise[row])
+    token = int(segment.tokens[row])
     logits, gumbel = segment.logits_at(index)
     perturbed = logits + params.temperature * gumbel
     filters = Filters(logits, params)
@@ -361,7 +381,7 @@ def _examine(
         margin = filters.distance(token) if not filters.keeps(token) else 0.0
     pair = np.array([token, expected])
     largest = float(np.max(np.abs(logits[pair][np.isfinite(logits[pair])]), initial=0.0))
-    bound = 2 * (noise + scorer.rounding * largest)
+    bound = max(noise.bound, 2 * scorer.rounding * largest)
     distance = filters.distance(token) if filters.any else None
     finding = Finding.TIE if margin <= bound else Finding.FAULT
     if finding == Finding.FAULT and log_evidence is not None:
@@ -376,8 +396,9 @@ def _examine(
         expected=expected,
         gap=float(perturbed[expected] - perturbed[token]),
         margin=margin,
-        noise=noise,
+        scale=noise.scale,
         bound=bound,
+        chance=float(noise.flips(np.array(margin), factor=OTHERS_FACTOR)),
         filter_distance=distance,
         log_probs=None if log_evidence is None else float(segment.log_probs[row]),
         log_evidence=log_evidence,

@@ -1,21 +1,31 @@
 """Outputs of other systems, as a JSON lines file.
 
-The first line is a header, an object with `engine` and `dtype`, and optionally `version`, `model`
-and sampling parameters, the defaults of all lines. Every further line is one output:
+The first line is a header, an object with `engine` and the fields that hold for all lines. Every
+further line is one output:
 
     {"engine": "vllm", "version": "0.11.0", "dtype": "bfloat16", "max_tokens": 3}
     {"prompt_token_ids": [1, 450, 7483], "token_ids": [310, 3444, 338]}
     {"prompt_token_ids": [1, 29871], "token_ids": [297, 2], "temperature": 1.0, "seed": 7}
 
-    prompt_token_ids   the prompt, special tokens included token_ids          the output, its stop
-    token included; may be empty
+    prompt_token_ids   the prompt, special tokens included
+    token_ids          the output, its stop token included; may be empty
     prompt, text       instead of these: text, turned into ids by the target's tokenizer
     sampling_params    an object of the fields of `SAMPLING_FIELDS`, vLLM's names, default greedy;
-                       they may stand in the line itself too
+                       they may stand in the line itself or in the header, too
     max_tokens         one of these: tokens after which the output was cut off. An output that does
                        not end with a stop token (or one of the strings `stop`) needs it
+    ignore_eos         another one: true if the engine went on after a stop token
     seed               of a sampled output. Its draws can be repeated only if `engine` is jaxspec
                        and the verifier coupled; leave it out for `rejection` and `block`
+
+How it was computed, in the header, or in a line where it differs from the header:
+
+    engine, version    the system, for the report; draws of `jaxspec` are repeated
+    dtype              of parameters and compute: float32, bfloat16, float16; `other` for quantised
+                       weights, whose outputs are compared and measured, not judged
+    kv_dtype           of the KV cache, if it is not `dtype`; likewise not judged
+    batch_size         for the report
+    model              for the reader; files that are compared must agree in it
 
 Further fields that `jaxspec generate` writes (`DESCRIPTIONS`) are ignored; any other field is
 refused, because an unknown parameter would be judged as if it had not been used.
@@ -28,12 +38,14 @@ with different ones, count as drawn independently.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import pathlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from jaxspec.checkpoint.format import parse_dtype
@@ -41,6 +53,7 @@ from jaxspec.errors import ModelError, PromptError, SettingError
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import LARGEST_COUNT, SamplingParams
 from jaxspec.runtime.files import decode_text, read_input
+from jaxspec.runtime.values import whole_number
 
 # The fields of `SamplingParams` that decide which tokens are drawn and where the output ends.
 SAMPLING_FIELDS = [
@@ -49,7 +62,8 @@ SAMPLING_FIELDS = [
     if field.name not in ("n", "logprobs")
 ]
 OF_SAMPLED = ("seed", "top_k", "top_p", "min_p")  # meaningless without a temperature
-HEADER_FIELDS = ("engine", "version", "dtype", "model")
+SETTING_FIELDS = ("engine", "version", "dtype", "kv_dtype", "batch_size", "model")
+OTHER = "other"  # a dtype whose outputs are compared and measured, not judged
 OUTPUT_FIELDS = ("prompt_token_ids", "prompt", "token_ids", "text")
 # Fields of a completion; they are not judged.
 DESCRIPTIONS = (
@@ -87,12 +101,16 @@ class Output:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OutputsFile:
-    """A file of outputs.
+    """The outputs of a file that were computed in the same way.
 
     Attributes:
       engine: the system that made them.
-      version: the engine's, from the header.
-      dtype: canonical name of the dtype they were computed in; None if the header does not say.
+      version: the engine's.
+      dtype: canonical name of the dtype they were computed in, or `OTHER`; None if that is not
+        said.
+      kv_dtype: that of the KV cache; None if it is `dtype`.
+      batch_size: None if that is not said.
+      model: what the file calls the model; None if it does not.
       is_text: whether ids were made from text.
       outputs: in the order of the lines.
     """
@@ -100,8 +118,24 @@ class OutputsFile:
     engine: str
     version: str
     dtype: str | None
+    kv_dtype: str | None = None
+    batch_size: int | None = None
+    model: str | None = None
     is_text: bool
     outputs: tuple[Output, ...]
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the target can be computed in the same way, so that tokens can be judged."""
+        return self.dtype != OTHER and self.kv_dtype is None
+
+    @property
+    def label(self) -> str:
+        """How they were computed, in words."""
+        kv_words = f"KV in {self.kv_dtype}" if self.kv_dtype else ""
+        batch = f"batch {self.batch_size}" if self.batch_size else ""
+        words = (self.engine, self.version, self.dtype or "", kv_words, batch)
+        return " ".join(word for word in words if word)
 
 
 def canonical_dtype(name: str, *, where: str) -> str:
@@ -114,21 +148,29 @@ def canonical_dtype(name: str, *, where: str) -> str:
         return parse_dtype(name.lower().removeprefix("torch.").replace("half", "float16")).name
     except (ModelError, AttributeError) as error:
         raise SettingError(
-            f"{where} names the dtype {name!r}; write float32, bfloat16 or float16."
+            f"{where} names the dtype {name!r}; write float32, bfloat16 or float16, or other for "
+            "quantised weights."
         ) from error
 
 
 def read_outputs(path: str | os.PathLike, target: Model) -> OutputsFile:
-    """Outputs of a file in the format of this module.
+    """Outputs of a file in the format of this module, all computed in the same way.
 
     Raises:
       PromptError: the file cannot be read, has no header or no output, or a line (it is named) is
         malformed, unlike the others, or of another tokenizer, or does not say whether it was cut
         off.
-      SettingError: a field or sampling parameter is unknown, out of range, or given twice.
+      SettingError: a field or sampling parameter is unknown, out of range, or given twice; or the
+        outputs were computed in several ways.
     """
     text, _ = read_outputs_text(path)
-    return parse_outputs(text, target, name=os.fspath(path))
+    first, *others = parse_outputs(text, target, name=os.fspath(path))
+    if others:
+        raise SettingError(
+            f"The outputs file {os.fspath(path)} holds outputs of {first.label} and of "
+            f"{others[0].label}; give outputs of one setting, or audit the file with audit_files."
+        )
+    return first
 
 
 def read_outputs_text(path: str | os.PathLike) -> tuple[str, str]:
@@ -147,8 +189,9 @@ def read_outputs_text(path: str | os.PathLike) -> tuple[str, str]:
         ) from error
 
 
-def parse_outputs(text: str, target: Model, *, name: str) -> OutputsFile:
-    """The outputs in the text of a file; `name` is the file's, for messages.
+def parse_outputs(text: str, target: Model, *, name: str) -> tuple[OutputsFile, ...]:
+    """The outputs in the text of a file, by how they were computed, in the order in which these
+    settings appear; `name` is the file's, for messages.
 
     Raises:
       PromptError: see `read_outputs`.
@@ -176,9 +219,9 @@ def parse_outputs(text: str, target: Model, *, name: str) -> OutputsFile:
             f"The outputs file {name} holds a header and no output; add a line for each output."
         )
     header = dataclasses.replace(header, where="The header")
-    header.check_fields(HEADER_FIELDS)
+    header.check_fields(SETTING_FIELDS)
     for line in outputs:
-        line.check_fields((*OUTPUT_FIELDS, *DESCRIPTIONS))
+        line.check_fields((*OUTPUT_FIELDS, *DESCRIPTIONS, *SETTING_FIELDS))
         line.check_like(outputs[0])
     given = outputs[0].fields
     if target.tokenizer is None and not {"prompt_token_ids", "token_ids"} <= given.keys():
@@ -186,14 +229,33 @@ def parse_outputs(text: str, target: Model, *, name: str) -> OutputsFile:
             f"The outputs file {name} gives text, but the model {target.name} has no tokenizer; "
             "give prompt_token_ids and token_ids."
         )
-    dtype, defaults = fields.get("dtype"), header.sampling_fields()
-    return OutputsFile(
-        engine=fields["engine"],
-        version=str(fields.get("version", "")),
-        dtype=None if dtype is None else canonical_dtype(dtype, where=header.where),
-        is_text="token_ids" not in given,
-        outputs=tuple(line.output(defaults) for line in outputs),
+    defaults, settings = header.sampling_fields(), header.settings({})
+    by_setting: dict[tuple[Any, ...], list[Output]] = {}
+    for line in outputs:
+        setting = line.settings(settings)
+        by_setting.setdefault(tuple(setting.values()), []).append(line.output(defaults))
+    check_vocabulary(itertools.chain.from_iterable(by_setting.values()), target, name=name)
+    return tuple(
+        OutputsFile(
+            **dict(zip(SETTING_FIELDS, values, strict=True)),
+            is_text="token_ids" not in given,
+            outputs=tuple(each),
+        )
+        for values, each in by_setting.items()
     )
+
+
+def check_vocabulary(outputs: Iterable[Output], target: Model, *, name: str) -> None:
+    """Raises `PromptError` if most of the outputs hold ids that are too large for the target: then
+    it is not the engine that is wrong. A few are findings of their lines."""
+    size = target.vocab_size
+    largest = [max(output.token_ids, default=0) for output in outputs]
+    if sum(token >= size for token in largest) > len(largest) / 2:
+        raise PromptError(
+            f"Most outputs of {name} hold token ids such as {max(largest)}, and the vocabulary of "
+            f"{target.name} ends at {size - 1}; the file is of another tokenizer, so name the "
+            "model that made it."
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -259,7 +321,8 @@ class _Line:
             prompt = tuple(tokenizer.encode(self.text("prompt")))
         if "token_ids" in self.fields:
             ids = self.ids("token_ids")
-            if "text" in self.fields and tokenizer is not None:
+            is_inside = all(0 <= token < self.target.vocab_size for token in ids)
+            if "text" in self.fields and tokenizer is not None and is_inside:
                 self.check_text(prompt, ids)
         else:
             text = self.text("text")
@@ -312,13 +375,35 @@ class _Line:
                 "token_ids; the file is of another tokenizer, so name the model that made it."
             )
 
+    def settings(self, defaults: Mapping[str, Any]) -> dict[str, Any]:
+        """How the output was computed: `SETTING_FIELDS`, with the header's where it does not
+        say."""
+        found = {name: self.fields.get(name, defaults.get(name)) for name in SETTING_FIELDS}
+        for name in ("engine", "model", "kv_dtype"):
+            if found[name] is not None and not isinstance(found[name], str):
+                raise self.wrong(f"has {name} {found[name]!r}; write a name.")
+        found["version"] = str(found["version"] or "")
+        if found["dtype"] is not None and found["dtype"] != OTHER:
+            found["dtype"] = canonical_dtype(found["dtype"], where=self.where)
+        if found["kv_dtype"] is not None and found["kv_dtype"].lower() in ("auto", OTHER):
+            found["kv_dtype"] = None if found["kv_dtype"].lower() == "auto" else OTHER
+        if found["kv_dtype"] is not None and found["dtype"] != OTHER:
+            with contextlib.suppress(SettingError):  # a name of the same dtype
+                if canonical_dtype(found["kv_dtype"], where=self.where) == found["dtype"]:
+                    found["kv_dtype"] = None
+        if found["batch_size"] is not None:
+            found["batch_size"] = whole_number(
+                f"{self.where}: batch_size", found["batch_size"], least=1, most=LARGEST_COUNT
+            )
+        return found
+
     def ids(self, kind: str) -> tuple[int, ...]:
         ids, size = self.fields[kind], self.target.vocab_size
         if not isinstance(ids, list) or not all(type(token) is int for token in ids):
             raise self.wrong(
                 f"has {kind} that are not one list of integers; write one output per line."
             )
-        for token in ids:
+        for token in ids if kind == "prompt_token_ids" else ():
             if not 0 <= token < size:
                 raise self.wrong(
                     f"holds the token id {token} in {kind}, and the vocabulary of "

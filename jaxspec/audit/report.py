@@ -12,10 +12,13 @@ from typing import Any
 
 import numpy as np
 
+from jaxspec.audit import noise
 from jaxspec.audit.evidence import evidence_limit
 from jaxspec.audit.external import OutputsAudit
+from jaxspec.audit.files import FilesAudit
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.kv_distance import KvDistance
+from jaxspec.audit.noise import TieTest
 from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level, TablesLevel
 from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
@@ -34,7 +37,7 @@ def prefix_shares(outputs: Iterable[tuple[int, Divergence | None]]) -> np.ndarra
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """The report of either kind of audit.
+    """The report of an audit of any kind.
 
     Attributes:
       audit: the audit that is shown, with its promise and whether it held.
@@ -44,7 +47,7 @@ class AuditReport:
       curves: `prefix_shares`, by the reference of the comparison.
     """
 
-    audit: EngineAudit | OutputsAudit
+    audit: EngineAudit | OutputsAudit | FilesAudit
     title: str
     tables: list[TextTable]
     divergences: list[tuple[str, Divergence]]
@@ -184,7 +187,7 @@ def _level_table(audit: EngineAudit) -> TextTable:
             samples = level.samples
             return holds | {
                 "outputs": len(samples.log_evidence),
-                "synchronisation faults": samples.num_excluded + level.num_wrong_ends,
+                "faults": samples.num_excluded + level.num_wrong_ends,
                 "log evidence of one, together": f"{max(samples.log_evidence, default=0):.1f}, "
                 f"{samples.together.log_evidence:.1f}",
             }
@@ -197,7 +200,7 @@ def _level_table(audit: EngineAudit) -> TextTable:
             "prefix match": percent(level.prefix_match),
             "equal tokens, other bits": level.num_other_bits,
             "ties": level.count(Finding.TIE),
-            "synchronisation faults": level.count(Finding.FAULT),
+            "faults": level.count(Finding.FAULT),
             "other draws": level.count(Finding.SAMPLING),
         }
 
@@ -214,10 +217,13 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
     """The report of another system's outputs."""
     file = {
         "target": audit.target,
-        "outputs of": f"{audit.engine}, computed in {audit.dtype}",
+        "reference": f"fp32 compute, weights rounded to {audit.reference_weights}",
+        "outputs of": audit.file.label,
         "outputs": f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled",
+        "a gap moves by": f"{audit.noise.scale:.3g} (scale of {len(audit.noise.changes)} changes, "
+        f"the largest {audit.noise.changes[-1]:.3g}); a tie is up to {audit.noise.bound:.3g}",
     }
-    if audit.is_text:
+    if audit.file.is_text:
         file["token ids"] = "made from text; the engine may have emitted other ids"
         file["ends"] = "not judged: text does not say whether a stop token was emitted"
     else:
@@ -244,7 +250,9 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             "prefix match": percent(audit.prefix_match),
             "tokens": str(sum(own.num_tokens for own in greedy)),
             "ties": str(count[Finding.TIE]),
-            "faults": str(count[Finding.FAULT]),
+            "ties that rounding explains": "; ".join(map(_tie_words, audit.tie_tests)),
+            "p of the ties": f"{audit.tie_p_value:.2g}, alpha {noise.ALPHA:g}",
+            "faults": f"{count[Finding.FAULT]}, of which chance explains {audit.num_beyond:.2g}",
         }
         title = "Greedy outputs under the target, every token after the output's own"
         tables.append(TextTable.of_values(title, found))
@@ -267,10 +275,71 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             tables.append(audit.samples.power_table())
     return AuditReport(
         audit=audit,
-        title=f"Audit of outputs of {audit.engine} under {audit.target}",
+        title=f"Audit of outputs of {audit.file.label} under {audit.target}",
         tables=tables,
         divergences=[(f"line {line}", divergence) for line, divergence in audit.divergences],
         curves=curves,
+    )
+
+
+def _tie_words(test: TieTest) -> str:
+    size = f"of {test.at_least:.2g} or more " if test.at_least > 0 else ""
+    return f"{size}{test.expected:.1f} ({test.observed} found)"
+
+
+def report_of_files(audit: FilesAudit) -> AuditReport:
+    """The report of several files: a line for each."""
+    titles = {True: "yes", False: "NO", None: "not judged"}
+    records = []
+    for name, own in audit.audits.items():
+        count = collections.Counter(d.finding for _, d in own.divergences)
+        record = {
+            "file": name,
+            "label": own.file.label,
+            "num_outputs": len(own.outputs),
+            "holds": titles[own.holds],
+            "exact": percent(own.exact),
+            "ties": count[Finding.TIE],
+            "expected": own.tie_tests[0].expected if own.tie_tests else None,
+            "p": own.tie_p_value if own.tie_tests else None,
+            "faults": count[Finding.FAULT] if own.file.is_judged else None,
+        }
+        comparison = audit.comparisons.get(name)
+        if comparison is not None:
+            equal = f"{comparison.num_equal} of {comparison.num_matched}"
+            parted = {f: comparison.count(f) for f in (Finding.TIE, Finding.FAULT)}
+            record |= {"equal": equal, "at ties": parted[Finding.TIE]}
+            record |= {"at faults": parted[Finding.FAULT], "unmatched": comparison.num_unmatched}
+        records.append(record)
+    columns = {
+        "file": "{file}",
+        "outputs of": "{label}",
+        "outputs": "{num_outputs}",
+        "holds": "{holds}",
+        "exact": "{exact}",
+        "ties": "{ties}",
+        "explained": "{expected:.1f}",
+        "p": "{p:.2g}",
+        "faults": "{faults}",
+    }
+    tables = [TextTable.of_columns("Files, each under the target", columns, records)]
+    if audit.against is not None:
+        names = ("equal", "at ties", "at faults", "unmatched")
+        columns = {"file": "{file}"} | {name: f"{{{name}}}" for name in names}
+        others = [record for record in records if record["file"] != audit.against]
+        title = f"Beside {audit.against}: equal outputs, and where the others first part"
+        tables.append(TextTable.of_columns(title, columns, others))
+    target = next(iter(audit.audits.values())).target
+    return AuditReport(
+        audit=audit,
+        title=f"Audit of {len(audit.audits)} files of outputs under {target}",
+        tables=tables,
+        divergences=[
+            (f"{name}, line {line}", divergence)
+            for name, own in audit.audits.items()
+            for line, divergence in own.divergences
+        ],
+        curves={},
     )
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxspec.audit.evidence import ALPHA, Bets, Power, evidence_limit
 from jaxspec.audit.judge import OwnOutput, json_number, judge_alone
+from jaxspec.audit.noise import GapNoise
 from jaxspec.audit.scoring import Scorer
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import NONE, TextTable, percent
@@ -108,30 +109,33 @@ def judge_samples(
     scorer: Scorer,
     samples: Sequence[Sample],
     *,
+    noise: GapNoise | None = None,
     on_output: Callable[[], None] = lambda: None,
 ) -> tuple[list[OwnOutput], SampleEvidence]:
     """Judges every sampled output token by token; returns the findings, and the evidence of all of
     them against the distribution.
 
-    Rounding is measured (which takes several times as long) only if something seems wrong.
-    `on_output` is called after each output.
+    The evidence allows for rounding at each position (which takes several times as long) only if
+    something seems wrong. `noise` is measured on each output if None is given; `on_output` is
+    called after each output.
     """
     seeds = [sample.seed for sample in samples]
 
-    def judge(sample: Sample, *, measures_noise: bool) -> OwnOutput:
+    def judge(sample: Sample, *, allows_noise: bool) -> OwnOutput:
         own = judge_alone(
             scorer,
             prompt_ids=sample.prompt_ids,
             output_ids=sample.output_ids,
             params=sample.params,
-            measures_noise=measures_noise,
+            noise=noise,
+            allows_noise=allows_noise,
         )
         on_output()
         return own
 
-    judged = [judge(sample, measures_noise=False) for sample in samples]
+    judged = [judge(sample, allows_noise=False) for sample in samples]
     evidence = SampleEvidence.of(judged, seeds)
     if evidence.num_unlikely or evidence.is_unlikely_together:
-        judged = [judge(sample, measures_noise=True) for sample in samples]
+        judged = [judge(sample, allows_noise=True) for sample in samples]
         evidence = SampleEvidence.of(judged, seeds)
     return judged, evidence

@@ -1,10 +1,10 @@
 """The logits of a given output under a model, by teacher forcing, and how far rounding moves them.
 
-One compiled program per width reads a sequence of any length: the prompt in chunks, the output in
-segments of `SEGMENT` tokens. Each segment is scored with fp32 parameters, which is the reference,
-and again in the dtype of the output, in windows of several widths. The largest difference between
-these is the rounding noise of scoring, measured on this model and in this context instead of
-assumed.
+A compiled program reads a sequence of any length: the prompt in chunks, the output in segments of
+`SEGMENT` tokens. Each segment is scored with fp32 compute, which is the reference. To measure
+rounding, it is scored again in the dtype of the output by several programs: with the target's
+kernels and with XLA's, or in windows of several widths if XLA's are the target's own; and with
+logits in fp32 or rounded to the dtype. See `jaxspec.audit.noise`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,9 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxspec.audit.segment import Segment
 from jaxspec.cache import pages as kv
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
-from jaxspec.models.base import Model, packed_model
+from jaxspec.models.base import LanguageModel, Model, packed_model
 from jaxspec.models.prefill import chain_window, prefill_chunk
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
@@ -38,6 +39,15 @@ PROMPT_CHUNK = 128  # for re-scoring; fp32 scoring reads prompts in chunks of SE
 WIDTHS = (1, 4, SEGMENT)  # windows in which outputs are re-scored; divisors of SEGMENT
 
 
+class _Rescoring(NamedTuple):
+    """Programs that score again with other rounding: a model, the program that reads its prompts,
+    and one that scores segments for each width of window."""
+
+    model: Model
+    read: Program
+    by_width: dict[int, Program]
+
+
 class Scorer:
     """Scores outputs under a target.
 
@@ -45,35 +55,70 @@ class Scorer:
       target: the model whose outputs these are claimed to be. Its parameters are copied in fp32.
       max_length: most tokens of a prompt and its output together.
       dtype: the dtype in which the outputs were computed; default the target's own.
+      reference_weights: the dtype that the weights of the reference are rounded to, before it
+        computes in fp32; default `dtype`.
 
     Raises:
       ModelError: the target's parameters cannot be cast (it is not a dataclass).
     """
 
-    def __init__(self, target: Model, *, max_length: int = 1024, dtype: Any = None):
-        own = parameter_dtype(target) if dtype is None else jnp.dtype(dtype)
+    def __init__(
+        self,
+        target: Model,
+        *,
+        max_length: int = 1024,
+        dtype: Any = None,
+        reference_weights: Any = None,
+    ):
         self.target = target
-        self.dtype = own
+        self.dtype = parameter_dtype(target) if dtype is None else jnp.dtype(dtype)
+        self.reference_weights = jnp.dtype(reference_weights or self.dtype)
         # One segment more than requested, because the last one may be padded.
         self.max_length = kv.round_up_to_block(max_length + SEGMENT)
-        self._wide = packed_model(with_dtype(target, jnp.float32))
-        self._own = packed_model(with_dtype(target, own))
-
-        def program(what: str, dtype: Any, function: Callable, **donated: Any) -> Program:
-            name = f"the {what} of {target.name} in {jnp.dtype(dtype).name}"
-            return Program(jax.jit(function, **donated), name)
-
+        rounded = with_dtype(target, self.dtype)
+        is_same = self.reference_weights == self.dtype
+        reference = rounded if is_same else with_dtype(target, self.reference_weights)
+        self._wide = packed_model(with_dtype(reference, jnp.float32))
         read_wide = functools.partial(self._read, self._wide, chunk=SEGMENT)
-        self._read_wide = program("reading of prompts", jnp.float32, read_wide)
-        read_own = functools.partial(self._read, self._own, chunk=PROMPT_CHUNK)
-        self._read_own = program("reading of prompts", own, read_own)
-        self._score = program("scoring", jnp.float32, self._score_segment, donate_argnums=1)
-        self._rescore = {}
-        for width in WIDTHS:
-            rescore = functools.partial(self._rescore_segment, width=width)
-            what = f"scoring {width} at a time"
-            self._rescore[width] = program(what, own, rescore, donate_argnums=1)
-        numbered(self._read_wide, self._read_own, self._score, *self._rescore.values())
+        self._read_wide = self._program("reading of prompts", jnp.float32, read_wide)
+        self._score = self._program("scoring", jnp.float32, self._score_segment, donate_argnums=1)
+        models = self._with_other_sums(rounded)
+        is_invariant = getattr(models[0], "is_width_invariant", False)
+        widths = (SEGMENT,) if len(models) > 1 or is_invariant else WIDTHS
+        self._rescorings = tuple(self._rescoring(model, widths) for model in models)
+        again = ((one.read, *one.by_width.values()) for one in self._rescorings)
+        numbered(self._read_wide, self._score, *itertools.chain.from_iterable(again))
+
+    def _with_other_sums(self, model: Model) -> list[Model]:
+        """The model in the dtype with its own kernels, and with XLA's."""
+        if not isinstance(model, LanguageModel) or model.kernels == "xla":
+            return [model]
+        others: list[Model] = [dataclasses.replace(model, kernels="xla")]
+        # In fp32, kernels whose bits do not depend on the width are the reference itself.
+        is_reference = self.dtype == jnp.float32 and model.is_width_invariant
+        return others if is_reference else [model, *others]
+
+    def _rescoring(self, rounded: Model, widths: Sequence[int]) -> _Rescoring:
+        model = packed_model(rounded)
+        kernels = f"{model.kernels} kernels, " if isinstance(model, LanguageModel) else ""
+        read = functools.partial(self._read, model, chunk=PROMPT_CHUNK)
+        return _Rescoring(
+            model=model,
+            read=self._program("reading of prompts", self.dtype, read),
+            by_width={
+                width: self._program(
+                    f"scoring with {kernels}{width} at a time,",
+                    self.dtype,
+                    functools.partial(self._rescore_segment, model, width=width),
+                    donate_argnums=1,
+                )
+                for width in widths
+            },
+        )
+
+    def _program(self, what: str, dtype: Any, function: Callable, **donated: Any) -> Program:
+        name = f"the {what} of {self.target.name} in {jnp.dtype(dtype).name}"
+        return Program(jax.jit(function, **donated), name)
 
     @property
     def rounding(self) -> float:
@@ -94,7 +139,8 @@ class Scorer:
           prompt_ids: at least one.
           output_ids: ids of the vocabulary.
           params: how the output was drawn; without a seed the draws are those of seed 0.
-          measures_noise: False leaves `Segment.noise` zero, and is several times faster.
+          measures_noise: False leaves `Segment.noise` zero and `gap_changes` empty, and is several
+            times faster.
 
         Raises:
           PromptError: prompt and output are longer than `max_length`, or an id is outside of the
@@ -106,10 +152,13 @@ class Scorer:
         tokens[:num_prompt], tokens[num_prompt:end] = prompt_ids, output_ids
         before = np.int32(num_prompt - 1)  # the prompt's last token is scored, not just prefilled
         wide = self._read_wide(self._wide.params, tokens, before)
-        own = {}
-        if measures_noise:
-            read = self._read_own(self._own.params, tokens, before)
-            own = {width: jax.tree.map(jnp.copy, read) for width in WIDTHS}
+        again = []  # the program, parameters and cache of each re-scoring
+        for one in self._rescorings if measures_noise else ():
+            read = one.read(one.model.params, tokens, before)
+            again += [
+                [program, one.model.params, jax.tree.map(jnp.copy, read)]
+                for program in one.by_width.values()
+            ]
         row = jax.tree.map(lambda value: value[None], params.of_row(prompt_length=num_prompt))
         row = row.replace(loops_run_on_host=loops_run_on_host())
         stops = np.full((1, MAX_STOP_TOKENS), -1, np.int32)
@@ -120,20 +169,23 @@ class Scorer:
             n = stop - start
             at = (np.int32(start), np.int32(stop))
             scored, wide = self._score(self._wide.params, wide, tokens, *at, stops, row)
-            noise = np.zeros((SEGMENT,), np.float32)
-            for width, cache in own.items():
-                change, own[width] = self._rescore[width](
-                    self._own.params, cache, tokens, *at, scored["logits"]
+            noise, gap_changes = np.zeros((SEGMENT,), np.float32), []
+            for one in again:
+                program, parameters, cache = one
+                (largest, changes), one[2] = program(
+                    parameters, cache, tokens, *at, scored["logits"], scored["pair"]
                 )
-                noise = np.maximum(noise, np.asarray(change))
+                noise = np.maximum(noise, np.asarray(largest))
+                gap_changes.append(np.asarray(changes)[:, :n])
             # Penalties scale the logits of some tokens, and their noise.
-            noise = noise * max(params.repetition_penalty, 1 / params.repetition_penalty)
-            on_device = ("logits", "adjusted", "gumbel")
+            factor = max(params.repetition_penalty, 1 / params.repetition_penalty)
+            on_device = ("logits", "adjusted", "gumbel", "pair")
             host = jax.device_get({k: x for k, x in scored.items() if k not in on_device})
             yield Segment(
                 first=start + 1 - num_prompt,
                 tokens=tokens[start + 1 : stop + 1],
-                noise=noise[:n],
+                noise=factor * noise[:n],
+                gap_changes=factor * np.concatenate(gap_changes or [np.zeros((0, n))]),
                 adjusted=scored["adjusted"],
                 gumbel=scored["gumbel"],
                 **{name: values[:n] for name, values in host.items()},
@@ -179,34 +231,65 @@ class Scorer:
         following = lax.dynamic_slice(tokens, (start + 1,), (SEGMENT,))
         prefix = sampling.chain_prefix(rows, following[None, :-1])
         adjusted = sampling.adjust(logits[None], rows, prefix)
-        keys = sampling.position_keys(rows.sampling, prefix.position)
-        distribution = jax.nn.log_softmax(
-            sampling.filtered_logits(adjusted, rows.sampling)[0], axis=-1
-        )
 
+        def sampled() -> dict[str, jax.Array]:
+            filtered = sampling.filtered_logits(adjusted, rows.sampling)[0]
+            distribution = jax.nn.log_softmax(filtered, axis=-1)
+            keys = sampling.position_keys(rows.sampling, prefix.position)
+            gumbel = sampling.gumbel(keys, logits.shape[-1])[0]
+            return {
+                "gumbel": gumbel,
+                "perturbed": rows.sampling.temperature[0] * (filtered + gumbel),
+                "log_probs": jnp.take_along_axis(distribution, following[:, None], axis=1)[:, 0],
+                **evidence.bets(distribution, following),
+            }
+
+        def greedy() -> dict[str, jax.Array]:
+            nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sampled))
+            return {**nothing, "perturbed": adjusted[0]}
+
+        drawn = lax.cond(rows.sampling.temperature[0] > 0, sampled, greedy)
+        perturbed = drawn.pop("perturbed")
+        best = jnp.argmax(perturbed, axis=-1)
+        others = perturbed.at[jnp.arange(SEGMENT), best].set(-jnp.inf)
         scored = {
             "logits": logits,
             "adjusted": adjusted[0],
-            "gumbel": sampling.gumbel(keys, logits.shape[-1])[0],
             "chosen": sampling.choose(logits[None], rows, prefix)[0],
-            "log_probs": jnp.take_along_axis(distribution, following[:, None], axis=1)[:, 0],
-            **evidence.bets(distribution, following),
+            "pair": jnp.stack([best, jnp.argmax(others, axis=-1)], axis=1),
+            "gap": jnp.max(perturbed, axis=-1) - jnp.max(others, axis=-1),
+            **drawn,
         }
         return scored, cache
 
-    def _rescore_segment(self, params, cache, tokens, start, stop, reference, *, width: int):
+    def _rescore_segment(
+        self, model: Model, params, cache, tokens, start, stop, reference, pair, *, width: int
+    ):
+        is_rounded = self.dtype != jnp.float32
+
+        def gap(logits, pair):
+            two = jnp.take_along_axis(logits, pair, axis=1)
+            return two[:, 0] - two[:, 1]
+
         def body(index, carry):
-            change, cache = carry
+            largest, changes, cache = carry
             place = index * width
             first = start + place
-            logits, cache = window_logits(self._own, params, cache, tokens, first, stop, width)
-            here = lax.dynamic_slice_in_dim(reference, place, width)
-            largest = jnp.max(jnp.abs(logits - here), axis=-1)
-            return lax.dynamic_update_slice_in_dim(change, largest, place, axis=0), cache
+            logits, cache = window_logits(model, params, cache, tokens, first, stop, width)
+            before = lax.dynamic_slice_in_dim(reference, place, width)
+            two = lax.dynamic_slice_in_dim(pair, place, width)
+            kept_as = [logits, logits.astype(self.dtype).astype(jnp.float32)][: 1 + is_rounded]
+            change = jnp.stack([gap(kept, two) for kept in kept_as]) - gap(before, two)
+            furthest = jnp.max(jnp.abs(logits - before), axis=-1)
+            largest = lax.dynamic_update_slice_in_dim(largest, furthest, place, axis=0)
+            changes = lax.dynamic_update_slice_in_dim(changes, change, place, axis=1)
+            return largest, changes, cache
 
         num_windows = (stop - start + width - 1) // width
-        carry = (jnp.zeros((SEGMENT,), jnp.float32), cache)
-        return lax.fori_loop(jnp.int32(0), num_windows, body, carry)
+        none = jnp.zeros((1 + is_rounded, SEGMENT), jnp.float32)
+        carry = (none[0], none, cache)
+        largest, changes, cache = lax.fori_loop(jnp.int32(0), num_windows, body, carry)
+        return (largest, changes), cache
 
 
 def window_logits(

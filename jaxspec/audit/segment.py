@@ -17,12 +17,16 @@ class Segment:
       tokens: `[n]` int32, the output's tokens.
       chosen: `[n]` int32, the token that the target emits there by its fp32 logits: the arg max, or
         the keyed draw of a sampled request (only meaningful if its seed is known).
-      noise: `[n]` fp32, the largest change of a logit when it is computed in the output's dtype,
-        over `WIDTHS`.
+      gap: `[n]` fp32, by how much the best token leads the second best by the fp32 logits, with the
+        position's noise if the request is sampled; inf if the filters keep one token only.
+      noise: `[n]` fp32, the largest change of any logit when it is computed in the output's dtype;
+        0 where that was not measured.
+      gap_changes: `[P, n]` fp32, the change of `gap` by each of `P` programs; `P` is 0 where that
+        was not measured.
       log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
         from, -inf if a filter removed it.
       log_bets, expected, variance, spread: `[n, A]` fp32, the bets on each of the `A` alternatives
-        to that distribution; see `evidence.bets`.
+        to that distribution; see `evidence.bets`. Zeros for a greedy request.
       adjusted: `[SEGMENT, V]` fp32 on the device, logits after biases, penalties and
         `min_tokens`.
       gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
@@ -31,7 +35,9 @@ class Segment:
     first: int
     tokens: np.ndarray
     chosen: np.ndarray
+    gap: np.ndarray
     noise: np.ndarray
+    gap_changes: np.ndarray
     log_probs: np.ndarray
     log_bets: np.ndarray
     expected: np.ndarray

@@ -9,12 +9,17 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console
 
 from jaxspec.audit.controls.runner import controls_table, run_controls
-from jaxspec.audit.external import audit_outputs
-from jaxspec.audit.outputs import parse_outputs, read_outputs_text
-from jaxspec.audit.report import AuditReport, report_of_engine, report_of_outputs
-from jaxspec.audit.scoring import parameter_dtype, with_dtype
+from jaxspec.audit.files import audit_files
+from jaxspec.audit.outputs import OutputsFile, parse_outputs, read_outputs_text
+from jaxspec.audit.report import (
+    AuditReport,
+    report_of_engine,
+    report_of_files,
+    report_of_outputs,
+)
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
+from jaxspec.checkpoint.format import weights_digest
 from jaxspec.commands.options import (
     DrafterOptions,
     DtypeName,
@@ -24,7 +29,7 @@ from jaxspec.commands.options import (
     PromptOptions,
     SamplingOptions,
 )
-from jaxspec.commands.progress import working
+from jaxspec.commands.progress import tell, working
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
@@ -44,19 +49,25 @@ class AuditCommand(
     (--outputs), or the audit itself (--controls)."""
 
     FIRST: ClassVar = (
-        "target", "draft", "drafter", "drafter_args", "prompts", "max_tokens", "temperature",
-        "batch_size", "outputs", "snippet", "controls", "html",
+        "target", "draft", "drafter", "prompts", "max_tokens", "temperature", "batch_size",
+        "outputs", "against", "snippet", "controls", "html",
     )  # fmt: skip
 
     target: str | None = None
     """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
     outputs: pathlib.Path | None = None
-    """Audit this file of another system's outputs (see --snippet) instead of a run."""
-    snippet: Literal["vllm", "sglang", "hf"] | None = None
+    """Audit this file of another system's outputs (see --snippet) instead of a run; or every
+    *.jsonl of this directory."""
+    against: pathlib.Path | None = None
+    """With --outputs: compare them with the outputs of this file, prompt by prompt."""
+    reference_weights: DtypeName | None = None
+    """With --outputs: the dtype that the target's weights are rounded to for the reference, which
+    computes in fp32; default: the dtype of the outputs."""
+    snippet: Literal["vllm", "sglang", "hf", "openvino", "llama_cpp"] | None = None
     """Only print a script that writes this system's outputs in the format of --outputs."""
-    controls: bool = False
-    """Audit the audit: inject faults of published systems one at a time, each with a control run
-    without the fault."""
+    controls: tuple[str, ...] | None = None
+    """Audit the audit: inject these faults of published systems (all if none is named) one at a
+    time, each with a control run without the fault."""
     html: pathlib.Path | None = None
     """Write the report, with plots, to this HTML file."""
 
@@ -79,8 +90,8 @@ class AuditCommand(
             text = snippet(self.snippet)
             console.print(text, markup=False, highlight=False, soft_wrap=True, end="")
             return make_document("audit", self, snippet=text)
-        if self.controls:
-            return self._run_controls(console)
+        if self.controls is not None:
+            return self._run_controls(console, self.controls)
         if self.target is None:
             raise SettingError("No target was given; name the model to audit against, --target.")
         if self.html is not None:  # fails before hours of decoding
@@ -88,6 +99,10 @@ class AuditCommand(
             check_can_write(self.html)
         if self.outputs is not None:
             return self._audit_outputs(console, self.target, self.outputs)
+        if self.against is not None or self.reference_weights is not None:
+            raise SettingError(
+                "--against and --reference-weights are for files of outputs; name one, --outputs."
+            )
         return self._audit_run(console, self.target)
 
     def _refuse(self, option: str, reason: str, *others: str) -> None:
@@ -100,7 +115,7 @@ class AuditCommand(
                     f"Both {option} and --{other} were given; {reason}, so leave one of them out."
                 )
 
-    def _run_controls(self, console: Console) -> dict[str, Any]:
+    def _run_controls(self, console: Console, names: tuple[str, ...]) -> dict[str, Any]:
         self._refuse("--controls", "the controls are separate runs", "outputs", "html")
         is_default = self.target is None and self.is_plain
         options = DrafterOptions(draft="demo-draft") if is_default else self
@@ -115,7 +130,8 @@ class AuditCommand(
             results = run_controls(
                 target,
                 make_drafter(target),
-                on_progress=lambda name: status.update(f"negative control {name}"),
+                names=names or None,
+                on_progress=lambda name: tell(status, f"negative control {name}"),
             )
         console.print(controls_table(results))
         num_good = sum(result.is_good for result in results)
@@ -138,20 +154,45 @@ class AuditCommand(
     ) -> dict[str, Any]:
         others = ("draft", "drafter", "prompts", "limit")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
-        text, checksum = read_outputs_text(path)
+        paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
+        if not paths:
+            raise SettingError(f"The directory {path} has no file *.jsonl; name files of outputs.")
+        if self.against is not None and self.against not in paths:
+            paths.append(self.against)
+        texts = {each: read_outputs_text(each) for each in paths}
         target = dataclasses.replace(self, dtype=None).load(target_name)
-        file = parse_outputs(text, target, name=str(path))
-        # The weights as the other system had them: rounded to its dtype, then exact.
-        target = with_dtype(target, self.dtype or file.dtype or parameter_dtype(target))
-        num = len(file.outputs)
-        with working(f"judging {num} outputs") as status:
-            audit = audit_outputs(
+        files: dict[str, OutputsFile] = {}
+        against = None
+        has_same_names = len({each.stem for each in texts}) < len(texts)
+        for each, (text, _) in texts.items():
+            parts = parse_outputs(text, target, name=str(each))
+            name = str(each) if has_same_names else each.stem
+            names = [f"{name}, {part.label}" if parts[1:] else name for part in parts]
+            files |= dict(zip(names, parts, strict=True))
+            if each == self.against:
+                against = names[0]
+                if names[1:]:
+                    raise SettingError(
+                        f"The file {each} was given to compare with, and holds outputs of "
+                        f"{parts[0].label} and of {parts[1].label}; give one of one setting."
+                    )
+        with working("compiling what scores outputs") as status:
+            audit = audit_files(
                 target,
-                file,
+                files,
+                against=against,
                 dtype=self.dtype,
-                on_output=lambda done: status.update(f"judging {num} outputs: {done} done"),
+                reference_weights=self.reference_weights,
+                on_output=lambda name, done: tell(
+                    status, f"judged {done} of {len(files[name].outputs)} outputs of {name}"
+                ),
             )
-        return self._show(console, report_of_outputs(audit), {str(path): checksum})
+        only, *others = audit.audits.values()
+        report = report_of_files(audit) if others else report_of_outputs(only)
+        inputs = {str(each): checksum for each, (_, checksum) in texts.items()}
+        digest = weights_digest(target.params)
+        console.print(f"weights of {target.name}: {digest}", markup=False, highlight=False)
+        return self._show(console, report, inputs, weights=digest)
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         check_counts(self, "batch_size", "max_length")
@@ -189,7 +230,7 @@ class AuditCommand(
         return self._show(console, report_of_engine(audit), inputs)
 
     def _show(
-        self, console: Console, report: AuditReport, inputs: dict[str, str]
+        self, console: Console, report: AuditReport, inputs: dict[str, str], **more: Any
     ) -> dict[str, Any]:
         """Prints the report, and writes it to a file if requested; returns the JSON document."""
         audit = report.audit
@@ -197,10 +238,10 @@ class AuditCommand(
         console.print(f"Promise: {audit.promise}.", markup=False, highlight=False)
         for table in report.all_tables:
             console.print(table)
-        style = "bold green" if audit.holds else "bold red"
+        style = {True: "bold green", False: "bold red", None: "bold"}[audit.holds]
         console.print(audit.sentence, style=style, markup=False, highlight=False)
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
-        found = {"holds": audit.holds, "inputs": inputs, "audit": audit.to_json()}
+        found = {"holds": audit.holds, "inputs": inputs, **more, "audit": audit.to_json()}
         return make_document("audit", self, **found, html=self.html)

@@ -24,6 +24,14 @@ def working(message: str) -> Status:
     return console.status(message, spinner="line" if console.options.ascii_only else "dots")
 
 
+def tell(status: Status, message: str) -> None:
+    """Shows how far `working` is; where nobody watches (a log), as a line of its own."""
+    if standard_error().is_terminal:
+        status.update(message)
+    else:
+        standard_error().print(message, markup=False, highlight=False, soft_wrap=True)
+
+
 def warm_up(engine: Engine) -> float:
     """Compiles an engine's programs and runs them once; returns the seconds taken."""
     started_s = time.perf_counter()

@@ -104,7 +104,7 @@ def test_a_sabotaged_round_breaks_e1(one_short):
     assert audit.levels["E4"].count(Finding.FAULT) > 0
     assert "broken" in audit.sentence
     divergence = audit.to_json()["levels"]["E1"]["divergences"][0]
-    assert divergence["finding"] == "synchronisation fault"
+    assert divergence["finding"] == "fault"
 
 
 def test_a_seam_kept_one_position_too_far_breaks_e5(monkeypatch):

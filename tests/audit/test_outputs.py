@@ -77,7 +77,7 @@ def test_the_targets_own_output_passes_as_ids_with_text_and_as_text(audit_of, gr
     audit = audit_of(HEADER, *map(line, greedy))
     assert audit.holds
     assert (audit.exact, audit.exact_up_to_ties, audit.prefix_match) == (1, 1, 1)
-    assert audit.engine == "other 1.2"
+    assert audit.file.label == "other 1.2 float32"
     assert "3 of 3 greedy outputs" in audit.sentence
     with_text = [line(one, text=one.text) for one in greedy]
     assert audit_of(HEADER, *with_text).holds
@@ -147,7 +147,8 @@ def test_their_dtype_widens_the_bound_and_nothing_else(write, target, greedy):
     changed = dataclasses.replace(file.outputs[0], token_ids=(5, *file.outputs[0].token_ids[1:]))
     file = dataclasses.replace(file, outputs=(changed,))
     in_fp32 = audit_outputs(target, file).judged[0].divergences[0]
-    in_bf16 = audit_outputs(target, file, dtype="bfloat16").judged[0].divergences[0]
+    coarse = Scorer(target, max_length=128, dtype="bfloat16", reference_weights="float32")
+    in_bf16 = audit_outputs(target, file, scorer=coarse).judged[0].divergences[0]
     assert in_bf16.margin == in_fp32.margin
     assert in_bf16.bound > 10 * in_fp32.bound
 
@@ -392,7 +393,7 @@ GOOD = {"prompt_token_ids": [0, 5, 6], "token_ids": [7, 8]}
         ([HEADER, {**GOOD, "token_ids": [7, 1.5]}], "not one list of integers"),
         ([HEADER, {"prompt": "a", "text": ""}], "Line 2 .* has an empty text"),
         ([HEADER, {**GOOD, "prompt_token_ids": []}], "Line 2 .* has an empty prompt"),
-        ([HEADER, GOOD, {**GOOD, "token_ids": [258]}], "Line 3 .* id 258 .* ends at 257"),
+        ([HEADER, {**GOOD, "token_ids": [5, 258]}], "hold token ids such as 258.* ends at 257"),
         ([HEADER, {**GOOD, "prompt_token_ids": [-1]}], "Line 2 .* id -1 in prompt_token_ids"),
         ([HEADER, {**GOOD, "text": "something else"}], "of another tokenizer"),
         ([HEADER, {"prompt": "a", "text": 5}], "has a text that is not text"),

@@ -56,7 +56,7 @@ def test_faults_are_listed_first_and_missing_tokens_are_named():
     rows = REPORT.divergence_table.rows
     assert [row[0] for row in rows] == ["line 4", "line 5", "line 2"]
     assert rows[0][2] == "(end)"
-    assert rows[0][-1] == "synchronisation fault"
+    assert rows[0][-1] == "fault"
 
 
 def test_long_lists_are_cut_and_say_so(monkeypatch):
@@ -117,7 +117,7 @@ def test_tables_fit_a_terminal(capsys):
     for table in REPORT.all_tables:
         console.print(table)
     shown = capsys.readouterr().out
-    assert "synchronisation" in shown
+    assert "sampling" in shown
     assert all(len(row) <= 80 for row in shown.splitlines())
 
 

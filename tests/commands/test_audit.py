@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from jaxspec.audit.snippets import snippet
+from jaxspec.audit.snippets import NAMES, snippet
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +97,7 @@ def test_a_file_of_outputs(cli, models, tmp_path):
     assert found["holds"] is False
     assert found["dtype"] == "bfloat16"
     assert (found["divergences"][0]["line"], found["divergences"][0]["index"]) == (2, 4)
-    assert "synchronisation" in result.out
+    assert "fault" in result.out
 
     outputs.write_text(f"{json.dumps(header)}\n{json.dumps(ids | {'token_ids': []})}\n")
     result = cli(*audit)
@@ -107,13 +107,13 @@ def test_a_file_of_outputs(cli, models, tmp_path):
 
 
 def test_snippets_are_printed_as_they_are(cli):
-    for name in ("vllm", "sglang", "hf"):
+    for name in NAMES:
         assert cli("audit", "--snippet", name).out == snippet(name)
 
 
 @pytest.mark.slow
 def test_controls(cli):
-    result = cli("audit", "--controls", "--json")
+    result = cli("audit", "--json", "--controls")
     assert result.status == 0
     controls = result.document["controls"]
     assert len(controls) > 10

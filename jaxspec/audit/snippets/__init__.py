@@ -2,9 +2,9 @@
 
 import importlib.resources
 
-NAMES = ("vllm", "sglang", "hf")
+NAMES = ("vllm", "sglang", "hf", "openvino", "llama_cpp")
 
 
 def snippet(name: str) -> str:
-    """The script for `vllm`, `sglang` or `hf`; MODEL stands for the model's name."""
+    """The script for one of `NAMES`; MODEL stands for the model's name."""
     return importlib.resources.files(__name__).joinpath(f"{name}.txt").read_text(encoding="utf-8")
