@@ -39,7 +39,7 @@ class OutputsAudit:
     Attributes:
       file: the outputs, and how they were computed.
       target: the model under which they are judged.
-      reference_weights: the dtype that the reference's weights were rounded to.
+      reference: what they are judged by; see `Scorer.reference`.
       noise: how far rounding moves the gap between two tokens here.
       judged: the findings for each output, token by token.
       tie_tests: whether the greedy outputs have more ties than rounding explains; empty if there
@@ -55,7 +55,7 @@ class OutputsAudit:
 
     file: OutputsFile
     target: str
-    reference_weights: str
+    reference: str
     noise: GapNoise
     judged: tuple[OwnOutput, ...]
     tie_tests: tuple[TieTest, ...]
@@ -227,7 +227,7 @@ class OutputsAudit:
             "kv_dtype": self.file.kv_dtype,
             "batch_size": self.file.batch_size,
             "target": self.target,
-            "reference": f"fp32 compute, weights rounded to {self.reference_weights}",
+            "reference": self.reference,
             "noise": self.noise.to_json(),
             "ids_from_text": self.file.is_text,
             "num_outputs": len(self.outputs),
@@ -369,7 +369,7 @@ def audit_outputs(
     audit = OutputsAudit(
         file=file,
         target=target.name,
-        reference_weights=scorer.reference_weights.name,
+        reference=scorer.reference,
         noise=found_noise,
         judged=tuple(judged[output.number] for output in file.outputs),
         tie_tests=tie_tests(found_noise, gaps, is_other) if len(gaps) else (),

@@ -217,7 +217,7 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
     """The report of another system's outputs."""
     file = {
         "target": audit.target,
-        "reference": f"fp32 compute, weights rounded to {audit.reference_weights}",
+        "reference": audit.reference,
         "outputs of": audit.file.label,
         "outputs": f"{len(audit.greedy)} greedy, {len(audit.sampled)} sampled",
         "a gap moves by": f"{audit.noise.scale:.3g} (scale of {len(audit.noise.changes)} changes, "
@@ -329,10 +329,14 @@ def report_of_files(audit: FilesAudit) -> AuditReport:
         others = [record for record in records if record["file"] != audit.against]
         title = f"Beside {audit.against}: equal outputs, and where the others first part"
         tables.append(TextTable.of_columns(title, columns, others))
-    target = next(iter(audit.audits.values())).target
+    first = next(iter(audit.audits.values()))
+    words = {name: own.reference for name, own in audit.audits.items()}
+    if len(set(words.values())) == 1:
+        words = {"all files": first.reference}
+    tables.append(TextTable.of_values("Reference", words))
     return AuditReport(
         audit=audit,
-        title=f"Audit of {len(audit.audits)} files of outputs under {target}",
+        title=f"Audit of {len(audit.audits)} files of outputs under {first.target}",
         tables=tables,
         divergences=[
             (f"{name}, line {line}", divergence)

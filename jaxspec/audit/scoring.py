@@ -25,6 +25,7 @@ from jaxspec import sampling
 from jaxspec.audit import evidence
 from jaxspec.audit.segment import Segment
 from jaxspec.cache import pages as kv
+from jaxspec.checkpoint.format import weights_digest
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
 from jaxspec.models.base import LanguageModel, Model, packed_model
@@ -119,6 +120,14 @@ class Scorer:
     def _program(self, what: str, dtype: Any, function: Callable, **donated: Any) -> Program:
         name = f"the {what} of {self.target.name} in {jnp.dtype(dtype).name}"
         return Program(jax.jit(function, **donated), name)
+
+    @functools.cached_property
+    def reference(self) -> str:
+        """What outputs are judged by, in words, with a digest of the target's weights."""
+        words = f"fp32 compute, weights rounded to {self.reference_weights.name}"
+        if not isinstance(self.target, LanguageModel):
+            return words
+        return f"{words} (digest {weights_digest(self.target.params)})"
 
     @property
     def rounding(self) -> float:

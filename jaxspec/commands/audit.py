@@ -19,7 +19,6 @@ from jaxspec.audit.report import (
 )
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
-from jaxspec.checkpoint.format import weights_digest
 from jaxspec.commands.options import (
     DrafterOptions,
     DtypeName,
@@ -190,9 +189,7 @@ class AuditCommand(
         only, *others = audit.audits.values()
         report = report_of_files(audit) if others else report_of_outputs(only)
         inputs = {str(each): checksum for each, (_, checksum) in texts.items()}
-        digest = weights_digest(target.params)
-        console.print(f"weights of {target.name}: {digest}", markup=False, highlight=False)
-        return self._show(console, report, inputs, weights=digest)
+        return self._show(console, report, inputs)
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         check_counts(self, "batch_size", "max_length")
@@ -230,7 +227,7 @@ class AuditCommand(
         return self._show(console, report_of_engine(audit), inputs)
 
     def _show(
-        self, console: Console, report: AuditReport, inputs: dict[str, str], **more: Any
+        self, console: Console, report: AuditReport, inputs: dict[str, str]
     ) -> dict[str, Any]:
         """Prints the report, and writes it to a file if requested; returns the JSON document."""
         audit = report.audit
@@ -243,5 +240,5 @@ class AuditCommand(
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
-        found = {"holds": audit.holds, "inputs": inputs, **more, "audit": audit.to_json()}
+        found = {"holds": audit.holds, "inputs": inputs, "audit": audit.to_json()}
         return make_document("audit", self, **found, html=self.html)

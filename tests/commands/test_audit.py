@@ -106,6 +106,41 @@ def test_a_file_of_outputs(cli, models, tmp_path):
     assert (tmp_path / "r.html").exists()
 
 
+def test_a_directory_of_files_and_one_that_they_are_compared_with(cli, models, tmp_path):
+    """Plain decoding, and the same with one wrong token; progress goes to the log, line by line."""
+    folder = tmp_path / "outputs"
+    folder.mkdir()
+    made = tmp_path / "made.jsonl"
+    options = [*settings(models), "--max-tokens", 9, "--batch-size", 1]
+    cli("generate", *options, "--prompt", "The end", "--output", made)
+    line = json.loads(made.read_text())
+    ids = {name: line[name] for name in ("prompt_token_ids", "token_ids")}
+    header = {"engine": "other", "dtype": "fp32", "max_tokens": 9}
+    (folder / "plain.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
+    ids["token_ids"][4] = (ids["token_ids"][4] + 1) % 200 + 2
+    (folder / "drafted.jsonl").write_text(f"{json.dumps(header)}\n{json.dumps(ids)}\n")
+    audit = ("audit", "--target", models.target, "--outputs", folder, "--json")
+    result = cli(*audit, "--against", folder / "plain.jsonl", "--html", tmp_path / "r.html")
+    assert result.status == 3
+    assert "judged 1 of 1 outputs of drafted" in result.err
+    assert "1 of 2 files are the target's own up to ties" in result.out
+    found = result.document["audit"]
+    assert {name: file["holds"] for name, file in found["files"].items()} == {
+        "drafted": False,
+        "plain": True,
+    }
+    (difference,) = found["comparisons"]["drafted"]["differences"]
+    assert (difference["index"], difference["finding"]) == (4, "fault")
+    assert "weights rounded to float32 (digest " in found["files"]["plain"]["reference"]
+    assert len(result.document["inputs"]) == 2
+    assert "drafted" in (tmp_path / "r.html").read_text()
+
+    (tmp_path / "empty").mkdir()
+    result = cli("audit", "--target", models.target, "--outputs", tmp_path / "empty")
+    assert result.status == 1
+    assert "has no file *.jsonl" in result.err
+
+
 def test_snippets_are_printed_as_they_are(cli):
     for name in NAMES:
         assert cli("audit", "--snippet", name).out == snippet(name)
@@ -132,7 +167,9 @@ REFUSED = {
     (*NGRAM, "--draft-length", 9, "--engine-args", '{"verify_length": 4}'): "9",
     (*NGRAM, "--sampling-args", '{"n": 2}'): "those of one completion",
     (*NGRAM, "--engine-args", '{"trace": "rounds"}'): "'trace' was given in --engine-args",
+    (*NGRAM, "--against", "x"): "--against and --reference-weights are for files of outputs",
     ("--controls", "--outputs", "x"): "Both --controls and --outputs",
+    ("--controls", "no_such"): "There is no fault 'no_such'",
     ("--controls", "--target", "TARGET"): "for the negative controls",
 }
 
