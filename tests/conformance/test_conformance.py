@@ -413,11 +413,11 @@ DRAFTERS = {
 
 SELDOM = {
     "Oracle with cost": "slow",
-    "DraftModel of a fixed shape": "system",
+    "DraftModel of a fixed shape": "slow",
     "DraftModel of a beam tree": "system",
     "Heads": "system",
-    "Heads of a fixed shape": "system",
-    "FlexDraft in passes of its own": "system",
+    "Heads of a fixed shape": "slow",
+    "FlexDraft in passes of its own": "slow",
 }
 DRAWING = {"draft_probs", "fresh_noise", "shared_noise"}
 LEFT_OUT = {  # checks that do not apply, where that is known

@@ -399,9 +399,16 @@ def test_memory_counts_the_slots_of_mask_rows(target):
 
 @pytest.mark.as_shipped
 @pytest.mark.system
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kernels", ["default", "xla"])
-def test_no_cache_is_copied(mode, kernels):
+@pytest.mark.parametrize(
+    ("kernels", "mode"),
+    [
+        ("default", "parallel"),
+        pytest.param("default", "sequential", marks=pytest.mark.slow),
+        pytest.param("xla", "parallel", marks=pytest.mark.slow),
+        ("xla", "sequential"),
+    ],
+)
+def test_no_cache_is_copied(kernels, mode):
     """Temporaries of a round do not grow with the slots of a row, of which one layer would show."""
     target = flex.target(**({} if kernels == "default" else {"kernels": "xla"}))
     temporaries, layer_bytes = [], []

@@ -254,22 +254,22 @@ CASES = [
     ("clover", None),
     ("clover2", "chain"),
     *[
-        pytest.param(*case, marks=pytest.mark.system)
-        for case in (
-            ("medusa", STATIC),
-            ("hydra", "chain"),
-            ("clover2", STATIC),
-            ("medusa", "chain"),
-            ("medusa", None),
-            ("hydra", STATIC),
-            ("clover", "chain"),
-            ("clover", STATIC),
-            ("clover", BeamTree(width=3, depth=3, nodes=6)),
-            ("clover2", BudgetTree(nodes=8, depth=3)),
-            *[(form, STATIC) for form in toys.FORMS],
+        pytest.param(name, tree, marks=mark)
+        for name, tree, mark in (  # the slow ones are more trees of the same heads
+            ("medusa", STATIC, pytest.mark.system),
+            ("hydra", "chain", pytest.mark.system),
+            ("clover2", STATIC, pytest.mark.slow),
+            ("medusa", "chain", pytest.mark.slow),
+            ("medusa", None, pytest.mark.slow),
+            ("hydra", STATIC, pytest.mark.slow),
+            ("clover", "chain", pytest.mark.slow),
+            ("clover", STATIC, pytest.mark.slow),
+            ("clover", BeamTree(width=3, depth=3, nodes=6), pytest.mark.system),
+            ("clover2", BudgetTree(nodes=8, depth=3), pytest.mark.slow),
+            *[(form, STATIC, pytest.mark.system) for form in toys.FORMS],
+            *[(form, "chain", pytest.mark.slow) for form in toys.FORMS],
         )
     ],
-    *[pytest.param(form, "chain", marks=pytest.mark.slow) for form in toys.FORMS],
 ]
 
 
@@ -341,17 +341,17 @@ class Stale(Heads):
     [
         (Late, "medusa", "chain"),
         *[
-            pytest.param(*case, marks=pytest.mark.system)
-            for case in (
-                (Late, "clover", "chain"),
-                (KeepsRejected, "medusa", STATIC),
-                (KeepsRejected, "clover", STATIC),
-                (PostNorm, "medusa", "chain"),
-                (PostNorm, "clover", "chain"),
-                (WrongPath, "hydra", "chain"),
-                (WrongPath, "clover", STATIC),
-                (WrongPath, "clover2", "chain"),
-                (WrongEntry, "clover2", "chain"),
+            pytest.param(*case, marks=mark)
+            for *case, mark in (  # the slow ones are the same faults in other heads
+                (Late, "clover", "chain", pytest.mark.slow),
+                (KeepsRejected, "medusa", STATIC, pytest.mark.slow),
+                (KeepsRejected, "clover", STATIC, pytest.mark.system),
+                (PostNorm, "medusa", "chain", pytest.mark.system),
+                (PostNorm, "clover", "chain", pytest.mark.slow),
+                (WrongPath, "hydra", "chain", pytest.mark.system),
+                (WrongPath, "clover", STATIC, pytest.mark.slow),
+                (WrongPath, "clover2", "chain", pytest.mark.slow),
+                (WrongEntry, "clover2", "chain", pytest.mark.system),
             )
         ],
     ],
@@ -415,7 +415,9 @@ def catch_up(executor):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["medusa", "clover", "clover2"])
+@pytest.mark.parametrize(
+    "name", ["medusa", pytest.param("clover", marks=pytest.mark.slow), "clover2"]
+)
 def test_nothing_is_missed_in_plain_steps(target, name):
     heads, prompts = heads_named(name, target, "chain"), toy.prompts((40, 1))
     executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)

@@ -105,8 +105,11 @@ def test_turns_equal_the_same_chat_from_nothing_and_read_only_what_is_new(engine
 @pytest.mark.parametrize(
     "name",
     [
-        *(None, "ngram"),
-        *(pytest.param(each, marks=pytest.mark.system) for each in ("draft tree", *HEADS)),
+        pytest.param(None, marks=pytest.mark.slow),
+        "ngram",
+        pytest.param("draft tree", marks=pytest.mark.system),
+        pytest.param("clover", marks=pytest.mark.slow),
+        pytest.param("clover2", marks=pytest.mark.system),
     ],
 )
 def test_every_drafter_keeps_what_it_can(name):

@@ -20,7 +20,9 @@ def setting(request):
         (NATIVE, "DraftModel"),
         (NATIVE, "a tree"),
         ("float32, xla", "DraftModel"),
-        ("float32, xla", "DraftModel of the target, a beam tree"),
+        pytest.param(
+            "float32, xla", "DraftModel of the target, a beam tree", marks=pytest.mark.slow
+        ),
         (XLA, "DraftModel"),
         (XLA, "Oracle"),
     ],

@@ -145,7 +145,13 @@ def engine_for(target, drafter, verifier):
     )
 
 
-@pytest.mark.parametrize("name", VERIFIERS)
+SLOW = ("rejection, deterministic trees", "coupled, trees")  # also tested without an engine
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VERIFIERS],
+)
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     if "trees" in name:
         table = np.random.default_rng(5).normal(scale=1.5, size=(SIZE, SIZE))
@@ -171,7 +177,12 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
 
 
 STATIC = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
-HEADS = [("medusa", "chain"), ("medusa", STATIC), ("clover", "chain"), ("clover", STATIC)]
+HEADS = [  # one chain and one tree; the others are slow
+    ("medusa", "chain"),
+    pytest.param("medusa", STATIC, marks=pytest.mark.slow),
+    pytest.param("clover", "chain", marks=pytest.mark.slow),
+    ("clover", STATIC),
+]
 
 
 class WrongLaw(jaxspec.Heads):
@@ -204,7 +215,10 @@ def test_rejection_of_heads_follows_the_distribution(target, plain, kind, tree):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("kind", "tree"), [("medusa", "chain"), ("clover", STATIC)])
+@pytest.mark.parametrize(
+    ("kind", "tree"),
+    [pytest.param("medusa", "chain", marks=pytest.mark.slow), ("clover", STATIC)],
+)
 def test_a_wrong_distribution_of_heads_is_caught(target, plain, kind, tree):
     sound = toys.random_heads(kind, target, tree=tree, stddev=0.3)
     heads = WrongLaw(sound.config, sound.params, tree=tree)

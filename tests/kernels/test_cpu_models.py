@@ -150,7 +150,17 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# What the others have too: `llama` has nothing more, and `glm4` has the biases.
+SLOW_FAMILIES = ("llama", "qwen2")
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=[pytest.mark.slow] if family in SLOW_FAMILIES else [])
+        for family in FAMILIES
+    ],
+)
 def test_windows_give_the_same_bits_in_every_family(family):
     shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)} | FAMILIES[family]
     target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
@@ -250,6 +260,9 @@ def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
     assert len(done[0].token_ids) == 5
 
 
+@pytest.mark.parametrize(
+    "demo", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], indirect=True
+)
 def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(demo):
     """Tokens, log-probabilities and KV, greedy and sampled, are those of one token at a time."""
     assert demo.target.kernels == "native"

@@ -164,11 +164,13 @@ def live_bytes():
 random_model = functools.cache(jaxspec.random_model)
 
 
-# Settings, and arguments of `DraftModel`.
+# Settings, arguments of `DraftModel`, and marks: what is not slow has both models, verifiers and
+# dtypes, int8 KV of each model, windows of KV, and no drafter.
+SLOW = pytest.mark.slow
 MANY = [
-    (pair, verifier(), draft_dtype, settings(**changes), options)
-    for pair, verifier, draft_dtype, changes, options in (
-        ("qwen3", Coupled, "float32", {"batch_size": 1, "draft_length": 0}, {}),
+    pytest.param(pair, verifier(), draft_dtype, settings(**changes), options, marks=marks)
+    for pair, verifier, draft_dtype, changes, options, *marks in (
+        ("qwen3", Coupled, "float32", {"batch_size": 1, "draft_length": 0}, {}, SLOW),
         ("glm4", Coupled, "float32", {"batch_size": 8, "draft_length": 0, **INT8}, {}),
         (
             "qwen3",
@@ -176,16 +178,17 @@ MANY = [
             "float32",
             {"batch_size": 1, "draft_length": 1, "max_length": 128},
             {},
+            SLOW,
         ),
         ("glm4", Rejection, "bfloat16", {"batch_size": 5, "draft_length": 1}, {}),
         ("qwen3", Coupled, "bfloat16", {"batch_size": 2, "max_length": 512}, {}),
-        ("glm4", Coupled, "float32", {"batch_size": 1, "draft_length": 8}, {}),
+        ("glm4", Coupled, "float32", {"batch_size": 1, "draft_length": 8}, {}, SLOW),
         ("qwen3", Rejection, "float32", {"batch_size": 5, "draft_length": 8, **INT8}, INT8),
         ("glm4", Coupled, "bfloat16", {"batch_size": 8}, INT8),
         ("qwen3", Coupled, "float32", {"max_length": 1024, "draft_kv_window": 128}, {}),
         ("glm4", Rejection, "float32", {"max_length": 1024, "draft_kv_window": 256}, INT8),
         ("qwen3", Rejection, "bfloat16", {"batch_size": 8, **INT8}, {}),
-        ("glm4", Coupled, "float32", {"batch_size": 5, "draft_length": 6, **INT8}, INT8),
+        ("glm4", Coupled, "float32", {"batch_size": 5, "draft_length": 6, **INT8}, INT8, SLOW),
     )
 ]
 
@@ -624,7 +627,12 @@ def draft_model(tree=BEAM, **options):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    ("length", "options"), [(6, {}), (4, {"kv_window": 128, "kv_dtype": "int8"})], ids=str
+    ("length", "options"),
+    [
+        pytest.param(6, {}, marks=SLOW),
+        (4, {"kv_window": 128, "kv_dtype": "int8"}),
+    ],
+    ids=str,
 )
 def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
     """With the draft cache's extra slots, in a window for all nodes and in one for fewer."""
@@ -640,7 +648,10 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize(("mode", "batch"), [("auto", 1), ("auto", 4), ("sequential", 1)])
+@pytest.mark.parametrize(
+    ("mode", "batch"),
+    [("auto", 1), ("auto", 4), pytest.param("sequential", 1, marks=SLOW)],
+)
 def test_flexdraft_is_planned_with_its_scratch_slots(mode, batch, monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     target = flex.target(kernels="xla")

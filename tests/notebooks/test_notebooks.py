@@ -16,6 +16,7 @@ SMALL = {
     "04_heads_that_read_the_target": "KINDS, TEXT_TOKENS, NEW_TOKENS = ('clover',), 3_000, 16\n"
     "TRAIN_TOKENS, BATCH_TOKENS = 5_120, 512",
 }
+SLOW = ("03_where_the_speedup_comes_from", "04_heads_that_read_the_target")
 NOTEBOOKS = sorted((pathlib.Path(__file__).resolve().parents[2] / "notebooks").glob("*.ipynb"))
 
 
@@ -57,7 +58,11 @@ def run(notebook, environment) -> None:
     client.execute(env=environment)
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW)) for path in NOTEBOOKS],
+    ids=lambda path: path.stem,
+)
 def test_notebook_runs(path, fast_environment):
     notebook = nbformat.read(path, as_version=4)
     with_parameters = [

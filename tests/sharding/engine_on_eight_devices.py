@@ -381,8 +381,11 @@ def plain_on(shape):
 @pytest.mark.parametrize(
     "make",
     [
-        *(door.linear_head, door.Riding, beam_tree, clover_budget, clover2_chain),
-        *(flex_parallel, flex_sequential),
+        *(door.Riding, beam_tree, clover2_chain, flex_parallel),
+        *(
+            pytest.param(make, marks=pytest.mark.slow)
+            for make in (door.linear_head, clover_budget, flex_sequential)
+        ),
     ],
 )
 def test_drafters_that_live_in_the_target_or_draft_trees_run_on_a_mesh(prompts, shape, make):
