@@ -692,8 +692,8 @@ def audit_engines(found):
         [
             each["what"],
             each["engine"],
-            each["tokens"],
-            each["not_the_best"],
+            str(each["tokens"]),
+            str(each["not_the_best"]),
             f"{each['explained']:.1f}",
             f"{each['largest_margin']:.2g}",
             f"{each['p']:.2g}",
