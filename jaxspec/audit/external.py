@@ -22,6 +22,7 @@ from jaxspec.audit.noise import (
     measure_noise,
     tie_p_value,
     tie_tests,
+    tokens_needed,
 )
 from jaxspec.audit.outputs import Output, OutputsFile, read_outputs
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
@@ -30,6 +31,8 @@ from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.values import check_callable, check_kind, number
+
+SHARES = (0.01, 0.03, 0.1)  # of second-best tokens, for which the number of tokens is stated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -132,6 +135,15 @@ class OutputsAudit:
     def has_too_many_ties(self) -> bool:
         """Whether rounding does not explain the number or the sizes of the ties."""
         return self.tie_p_value < noise.ALPHA
+
+    @property
+    def tokens_needed(self) -> dict[str, int]:
+        """How many greedy tokens it takes to find that some share of them is the second best."""
+        gaps = [own.gaps for _, own in self.greedy]
+        if not gaps:
+            return {}
+        every = np.concatenate(gaps)
+        return {f"{share:.0%}": tokens_needed(self.noise, every, share) for share in SHARES}
 
     @property
     def holds(self) -> bool | None:
@@ -244,6 +256,7 @@ class OutputsAudit:
                 "tie_p_value": json_number(self.tie_p_value),
                 "tie_alpha": noise.ALPHA,
                 "num_beyond_bound": self.num_beyond,
+                "tokens_needed": self.tokens_needed,
             },
             "sampled": {
                 "num_outputs": len(self.sampled),

@@ -251,6 +251,9 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             "tokens": str(sum(own.num_tokens for own in greedy)),
             "ties": str(count[Finding.TIE]),
             "ties that rounding explains": "; ".join(map(_tie_words, audit.tie_tests)),
+            "tokens that show second-best ones": ", ".join(
+                f"{num} (if {share} are)" for share, num in audit.tokens_needed.items()
+            ),
             "p of the ties": f"{audit.tie_p_value:.2g}, alpha {noise.ALPHA:g}",
             "faults": f"{count[Finding.FAULT]}, of which chance explains {audit.num_beyond:.2g}",
         }

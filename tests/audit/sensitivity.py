@@ -25,7 +25,6 @@ import planted
 import jaxspec
 from jaxspec.audit.external import OutputsAudit, audit_outputs
 from jaxspec.audit.judge import Finding
-from jaxspec.audit.noise import tokens_needed
 from jaxspec.audit.outputs import Output, OutputsFile, parse_outputs
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import LanguageModel
@@ -191,7 +190,7 @@ def main() -> None:
         engines.append(row(path.stem, audit) | {"engine": file.label, "seconds": seconds})
         _tell(engines[-1])
         if not noise:
-            noise = audit.noise.to_json() | sensitivity(audit)
+            noise = audit.noise.to_json() | {"tokens_needed": audit.tokens_needed}
     for found in planted_rows(target, prompts, max_tokens=given.max_tokens, scorer=scorer):
         rows.append(found)
         _tell(found)
@@ -200,13 +199,6 @@ def main() -> None:
             "audit sensitivity", options, noise=noise, engines=engines, planted=rows
         )
         write_document(document, given.out)
-
-
-def sensitivity(audit: OutputsAudit) -> dict[str, Any]:
-    """How many tokens it takes to notice shares of second-best tokens."""
-    gaps = np.concatenate([own.gaps for own in audit.judged])
-    needed = {f"{share:g}": tokens_needed(audit.noise, gaps, share) for share in (0.01, 0.03, 0.1)}
-    return {"tokens_needed": needed}
 
 
 def _tell(found: Mapping[str, Any]) -> None:

@@ -187,6 +187,16 @@ def test_what_bf16_would_explain_is_said(target, lines):
     assert broken.hint is None
 
 
+def test_the_report_says_how_many_tokens_show_second_best_ones(target, lines, scorer):
+    audit = audit_outputs(target, parsed(target, lines), scorer=scorer)
+    needed = list(audit.tokens_needed.values())
+    assert list(audit.tokens_needed) == ["1%", "3%", "10%"]
+    assert needed == sorted(needed, reverse=True)
+    assert audit.to_json()["greedy"]["tokens_needed"] == audit.tokens_needed
+    shown = dict(report_of_outputs(audit).tables[1].rows)
+    assert f"{needed[0]} (if 1% are)" in shown["tokens that show second-best ones"]
+
+
 @pytest.mark.parametrize(
     ("header", "said"),
     [
