@@ -1,4 +1,4 @@
-"""Audits other systems' outputs under the target, and compares their files with each other."""
+"""Audits another system's outputs under the target."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.audit import chi_square as distributions
-from jaxspec.audit import noise
 from jaxspec.audit.endings import judge_end
 from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, judge_alone, mean
 from jaxspec.audit.noise import (
+    TIE_ALPHA,
     GapNoise,
     TieTest,
     contexts,
     measure_noise,
+    num_tokens_needed,
     tie_p_value,
     tie_tests,
-    tokens_needed,
 )
 from jaxspec.audit.outputs import Output, OutputsFile, read_outputs
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
@@ -134,7 +134,7 @@ class OutputsAudit:
     @property
     def has_too_many_ties(self) -> bool:
         """Whether rounding does not explain the number or the sizes of the ties."""
-        return self.tie_p_value < noise.ALPHA
+        return self.tie_p_value < TIE_ALPHA
 
     @property
     def tokens_needed(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ class OutputsAudit:
         if not gaps:
             return {}
         every = np.concatenate(gaps)
-        return {f"{share:.0%}": tokens_needed(self.noise, every, share) for share in SHARES}
+        return {f"{share:.0%}": num_tokens_needed(self.noise, every, share) for share in SHARES}
 
     @property
     def holds(self) -> bool | None:
@@ -182,10 +182,10 @@ class OutputsAudit:
         )
         if self.has_too_many_ties:
             worst = min(self.tie_tests, key=lambda test: test.p_value)
+            size = f"of at least {worst.at_least:.2g} logits, " * (worst.at_least > 0)
             greedy += (
-                f"; there are more ties than rounding explains: {worst.observed} of at least "
-                f"{worst.at_least:.2g} logits, where it explains {worst.expected:.1f} (p = "
-                f"{self.tie_p_value:.1g})"
+                f"; there are more ties than rounding explains: {worst.observed} {size}instead of "
+                f"{worst.expected:.1f} (p = {self.tie_p_value:.1g})"
             )
         num_wrong = self.samples.num_excluded + self.samples.num_unlikely
         sampled = f"{num_wrong} of {len(self.sampled)} sampled outputs break its distribution"
@@ -254,7 +254,7 @@ class OutputsAudit:
                 "prefix_match": json_number(self.prefix_match),
                 "tie_tests": [dataclasses.asdict(test) for test in self.tie_tests],
                 "tie_p_value": json_number(self.tie_p_value),
-                "tie_alpha": noise.ALPHA,
+                "tie_alpha": TIE_ALPHA,
                 "num_beyond_bound": self.num_beyond,
                 "tokens_needed": self.tokens_needed,
             },
@@ -326,9 +326,7 @@ def audit_outputs(
         file = dataclasses.replace(file, dtype=scorer.dtype.name)
     size = target.vocab_size
     whole = [o for o in file.outputs if all(0 <= token < size for token in o.token_ids)]
-    found_noise = measure_noise(
-        scorer, [(o.prompt_token_ids, o.token_ids, o.params) for o in whole]
-    )
+    noise = measure_noise(scorer, [(o.prompt_token_ids, o.token_ids, o.params) for o in whole])
     # Other engines draw with other noise, so their seeds cannot be used here.
     is_keyed = file.engine == "jaxspec"
     params = {
@@ -347,7 +345,7 @@ def audit_outputs(
                 prompt_ids=output.prompt_token_ids,
                 output_ids=output.token_ids,
                 params=output.params,
-                noise=found_noise,
+                noise=noise,
             )
         judged[output.number] = same[key]
         note()
@@ -363,7 +361,7 @@ def audit_outputs(
             )
             for output in sampled
         ],
-        noise=found_noise,
+        noise=noise,
         on_output=note,
     )
     judged |= {output.number: own for output, own in zip(sampled, found, strict=True)}
@@ -383,10 +381,10 @@ def audit_outputs(
         file=file,
         target=target.name,
         reference=scorer.reference,
-        noise=found_noise,
+        noise=noise,
         judged=tuple(judged[output.number] for output in file.outputs),
-        tie_tests=tie_tests(found_noise, gaps, is_other) if len(gaps) else (),
-        num_beyond=float(found_noise.flips(gaps[gaps > found_noise.bound]).sum()),
+        tie_tests=tie_tests(noise, gaps, is_other) if len(gaps) else (),
+        num_beyond=float(noise.flips(gaps[gaps > noise.bound]).sum()),
         ends=ends,
         samples=evidence,
         distribution_tests=_distribution_tests(scorer, [o for o in sampled if o in whole]),
@@ -441,7 +439,7 @@ def _hint(scorer: Scorer, audit: OutputsAudit) -> str | None:
         ],
     )
     tests = tie_tests(explained, *_contexts(audit.greedy))
-    if any(d.margin > explained.bound for d in found) or tie_p_value(tests) < noise.ALPHA:
+    if any(d.margin > explained.bound for d in found) or tie_p_value(tests) < TIE_ALPHA:
         return None
     return "All of it would be explained if the engine computed in bfloat16."
 

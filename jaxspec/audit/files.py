@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from jaxspec.audit.external import OutputsAudit, audit_outputs, longest_of
@@ -27,7 +27,6 @@ class FirstDifference:
       finding: TIE if rounding explains it, FAULT if one of the tokens is a fault under the target;
         SAMPLING if the outputs were sampled and both tokens are possible. None if one of the files
         is not judged.
-      is_in_both: whether the other file has the fault too.
     """
 
     line: int
@@ -36,7 +35,6 @@ class FirstDifference:
     token: int
     other_token: int
     finding: Finding | None
-    is_in_both: bool
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,7 +115,6 @@ def compare_outputs(audit: OutputsAudit, other: OutputsAudit) -> Comparison:
                 token=tokens[0],
                 other_token=tokens[1],
                 finding=finding if is_judged else None,
-                is_in_both=index in faults[0] and index in faults[1],
             )
         )
     return Comparison(
@@ -233,12 +230,11 @@ def audit_files(
         raise SettingError(
             f"against={against!r} was given; name one of the files, {', '.join(files)}."
         )
-    models = {name: file.model for name, file in files.items() if file.model is not None}
-    if len(set(models.values())) > 1:
-        (one, its), (other, theirs) = _two_that_differ(models)
+    models = sorted({file.model for file in files.values() if file.model is not None})
+    if len(models) > 1:
         raise SettingError(
-            f"{one} says that its outputs are of {its}, and {other} that they are of {theirs}; "
-            "audit files of one model."
+            f"The files say that their outputs are of {' and of '.join(models)}; audit files of "
+            "one model."
         )
     scorers: dict[str, Scorer] = {}
     audits = {}
@@ -259,9 +255,3 @@ def audit_files(
         against=against,
         comparisons={name: compare_outputs(audits[name], audits[against]) for name in others},
     )
-
-
-def _two_that_differ(models: dict[str, str]) -> Iterator[tuple[str, str]]:
-    first, *others = models.items()
-    yield first
-    yield next(each for each in others if each[1] != first[1])

@@ -31,7 +31,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 
 BOUND_SCALES = 4.0  # a margin of so many s is a tie
 OTHERS_FACTOR = 1.5  # by which the changes in another engine may exceed ours
-ALPHA = 1e-3  # probability that a healthy file is said to have too many ties
+TIE_ALPHA = 1e-3  # probability that a healthy file is said to have too many ties
 TIE_SIZES = (0.0, 1.0, 2.0)  # ties of at least so many s are counted, each size for itself
 NUM_POSITIONS = 1024  # contexts whose changes are measured, if there are so many
 TAIL_COUNT = 20  # changes beyond which the tail is fitted instead of counted
@@ -214,11 +214,13 @@ def _at_least(observed: int, mean: float, dispersion: float) -> float:
     return float(scipy.stats.nbinom.sf(observed - 1, mean * p / (1 - p), p))
 
 
-def tokens_needed(noise: GapNoise, gaps: np.ndarray, share: float, *, power: float = 0.99) -> int:
+def num_tokens_needed(
+    noise: GapNoise, gaps: np.ndarray, share: float, *, power: float = 0.99
+) -> int:
     """How many tokens it takes to find, with probability `power`, that this share of them is the
     second-best one, in contexts like these; by a normal approximation."""
     flips = noise.flips(gaps, factor=OTHERS_FACTOR)
-    z, y = scipy.stats.norm.ppf((1 - ALPHA / len(TIE_SIZES), power))
+    z, y = scipy.stats.norm.ppf((1 - TIE_ALPHA / len(TIE_SIZES), power))
     best = math.inf
     for size in TIE_SIZES:
         is_large = gaps >= size * noise.scale

@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from jaxspec.audit import noise
 from jaxspec.audit.evidence import evidence_limit
 from jaxspec.audit.external import OutputsAudit
 from jaxspec.audit.files import FilesAudit
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.kv_distance import KvDistance
-from jaxspec.audit.noise import TieTest
+from jaxspec.audit.noise import TIE_ALPHA, TieTest
 from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level, TablesLevel
 from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
 
@@ -254,7 +253,7 @@ def report_of_outputs(audit: OutputsAudit) -> AuditReport:
             "tokens that show second-best ones": ", ".join(
                 f"{num} (if {share} are)" for share, num in audit.tokens_needed.items()
             ),
-            "p of the ties": f"{audit.tie_p_value:.2g}, alpha {noise.ALPHA:g}",
+            "p of the ties": f"{audit.tie_p_value:.2g}, alpha {TIE_ALPHA:g}",
             "faults": f"{count[Finding.FAULT]}, of which chance explains {audit.num_beyond:.2g}",
         }
         title = "Greedy outputs under the target, every token after the output's own"

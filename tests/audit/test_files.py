@@ -82,7 +82,6 @@ def test_a_first_difference_has_its_place_and_the_targets_verdict(compared, line
     assert (difference.line, difference.other_line, difference.index) == (3, 3, 7)
     assert difference.token == lines[1]["token_ids"][7]
     assert difference.finding == Finding.FAULT
-    assert not difference.is_in_both
     assert found.to_json()["num_faults"] == 1
 
 
@@ -216,7 +215,7 @@ def test_files_that_do_not_belong_together(target, lines):
         "a": parsed(target, lines, model="one"),
         "b": parsed(target, lines, model="two"),
     }
-    with pytest.raises(SettingError, match="a says that its outputs are of one, and b that"):
+    with pytest.raises(SettingError, match="say that their outputs are of one and of two; audit"):
         audit_files(target, files)
     with pytest.raises(SettingError, match="against='c' was given; name one of the files, a"):
         audit_files(target, {"a": files["a"]}, against="c")

@@ -73,7 +73,7 @@ def test_second_best_tokens_are_found(share, found):
         known = GapNoise.of(drawn(rng))
         gaps = rng.exponential(3, 2304)
         is_tie = (drawn(rng, 2304) < -gaps) | (rng.random(2304) < share)
-        num_found += tie_p_value(tie_tests(known, gaps, is_tie)) < noise.ALPHA
+        num_found += tie_p_value(tie_tests(known, gaps, is_tie)) < noise.TIE_ALPHA
     assert num_found / 60 == pytest.approx(found, abs=0.02)
 
 
@@ -84,7 +84,7 @@ def test_a_wider_noise_would_not_find_them():
     is_tie = (drawn(rng, 2304) < -gaps) | (rng.random(2304) < 0.03) & (gaps < 1)
     known = GapNoise.of(drawn(rng))
     too_wide = dataclasses.replace(known, changes=10 * known.changes)
-    assert tie_p_value(tie_tests(known, gaps, is_tie)) < noise.ALPHA
+    assert tie_p_value(tie_tests(known, gaps, is_tie)) < noise.TIE_ALPHA
     assert tie_p_value(tie_tests(too_wide, gaps, is_tie)) > 0.1
 
 
