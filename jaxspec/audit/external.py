@@ -139,11 +139,10 @@ class OutputsAudit:
     @property
     def tokens_needed(self) -> dict[str, int]:
         """How many greedy tokens it takes to find that some share of them is the second best."""
-        gaps = [own.gaps for _, own in self.greedy]
-        if not gaps:
+        gaps = np.concatenate([np.zeros(0), *(own.gaps for _, own in self.greedy)])
+        if len(gaps) == 0:
             return {}
-        every = np.concatenate(gaps)
-        return {f"{share:.0%}": num_tokens_needed(self.noise, every, share) for share in SHARES}
+        return {f"{share:.0%}": num_tokens_needed(self.noise, gaps, share) for share in SHARES}
 
     @property
     def holds(self) -> bool | None:
