@@ -288,7 +288,7 @@ class Scorer:
             before = lax.dynamic_slice_in_dim(reference, place, width)
             two = lax.dynamic_slice_in_dim(pair, place, width)
             kept_as = [logits, logits.astype(self.dtype).astype(jnp.float32)][: 1 + is_rounded]
-            change = jnp.stack([gap(kept, two) for kept in kept_as]) - gap(before, two)
+            change = jnp.stack([gap(kept, two) for kept in kept_as]) - gap(before, two)[None]
             furthest = jnp.max(jnp.abs(logits - before), axis=-1)
             largest = lax.dynamic_update_slice_in_dim(largest, furthest, place, axis=0)
             changes = lax.dynamic_update_slice_in_dim(changes, change, place, axis=1)
