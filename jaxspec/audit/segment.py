@@ -24,12 +24,12 @@ class Segment:
       gap_changes: `[P, n]` fp32, the change of `gap` by each of `P` programs; `P` is 0 where that
         was not measured.
       log_probs: `[n]` fp32, log-probability of each token under the distribution it should be drawn
-        from, -inf if a filter removed it.
+        from, -inf if a filter removed it; 0 for a greedy request.
       log_bets, expected, variance, spread: `[n, A]` fp32, the bets on each of the `A` alternatives
         to that distribution; see `evidence.bets`. Zeros for a greedy request.
       adjusted: `[SEGMENT, V]` fp32 on the device, logits after biases, penalties and
         `min_tokens`.
-      gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws.
+      gumbel: `[SEGMENT, V]` fp32 on the device, noise of the keyed draws; 0 for a greedy request.
     """
 
     first: int

@@ -115,7 +115,7 @@ class AuditCommand(
                 )
 
     def _run_controls(self, console: Console, names: tuple[str, ...]) -> dict[str, Any]:
-        self._refuse("--controls", "the controls are separate runs", "outputs", "html")
+        self._refuse("--controls", "the controls are separate runs", "outputs", "against", "html")
         is_default = self.target is None and self.is_plain
         options = DrafterOptions(draft="demo-draft") if is_default else self
         make_drafter = options.choose_drafter(dtype=self.dtype, verify=self.verify)
@@ -156,7 +156,8 @@ class AuditCommand(
         paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not paths:
             raise SettingError(f"The directory {path} has no file *.jsonl; name files of outputs.")
-        if self.against is not None and self.against not in paths:
+        if self.against is not None:  # one of them or another, however it is written
+            paths = [each for each in paths if each.resolve() != self.against.resolve()]
             paths.append(self.against)
         texts = {each: read_outputs_text(each) for each in paths}
         target = dataclasses.replace(self, dtype=None).load(target_name)

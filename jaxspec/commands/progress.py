@@ -25,7 +25,7 @@ def working(message: str) -> Status:
 
 
 def tell(status: Status, message: str) -> None:
-    """Shows how far `working` is; where nobody watches (a log), as a line of its own."""
+    """Shows progress in the line of `working`; away from a terminal, in a line of its own."""
     if standard_error().is_terminal:
         status.update(message)
     else:
