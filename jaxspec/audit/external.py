@@ -323,8 +323,7 @@ def audit_outputs(
 
     if file.is_judged:
         file = dataclasses.replace(file, dtype=scorer.dtype.name)
-    size = target.vocab_size
-    whole = [o for o in file.outputs if all(0 <= token < size for token in o.token_ids)]
+    whole = _of_the_vocabulary(target, file.outputs)
     noise = measure_noise(scorer, [(o.prompt_token_ids, o.token_ids, o.params) for o in whole])
     # Other engines draw with other noise, so their seeds cannot be used here.
     is_keyed = file.engine == "jaxspec"
@@ -397,6 +396,12 @@ def longest_of(files: Sequence[OutputsFile]) -> int:
     return max(len(o.prompt_token_ids) + len(o.token_ids) for file in files for o in file.outputs)
 
 
+def _of_the_vocabulary(target: Model, outputs: Sequence[Output]) -> list[Output]:
+    """The outputs whose ids are all of the target's vocabulary."""
+    size = target.vocab_size
+    return [o for o in outputs if all(0 <= token < size for token in o.token_ids)]
+
+
 def _contexts(pairs: Sequence[tuple[Output, OwnOutput]]) -> tuple[np.ndarray, np.ndarray]:
     """The gaps `[n]` of the distinct contexts of greedy outputs, and whether each has another token
     than the best one."""
@@ -428,15 +433,8 @@ def _hint(scorer: Scorer, audit: OutputsAudit) -> str | None:
         dtype="bfloat16",
         reference_weights=scorer.reference_weights,
     )
-    size = scorer.target.vocab_size
-    explained = measure_noise(
-        coarse,
-        [
-            (o.prompt_token_ids, o.token_ids, o.params)
-            for o, _ in audit.greedy
-            if all(0 <= token < size for token in o.token_ids)
-        ],
-    )
+    whole = _of_the_vocabulary(scorer.target, [output for output, _ in audit.greedy])
+    explained = measure_noise(coarse, [(o.prompt_token_ids, o.token_ids, o.params) for o in whole])
     tests = tie_tests(explained, *_contexts(audit.greedy))
     if any(d.margin > explained.bound for d in found) or tie_p_value(tests) < TIE_ALPHA:
         return None

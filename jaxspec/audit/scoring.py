@@ -76,19 +76,29 @@ class Scorer:
         self.reference_weights = jnp.dtype(reference_weights or self.dtype)
         # One segment more than requested, because the last one may be padded.
         self.max_length = kv.round_up_to_block(max_length + SEGMENT)
-        rounded = with_dtype(target, self.dtype)
         is_same = self.reference_weights == self.dtype
-        reference = rounded if is_same else with_dtype(target, self.reference_weights)
-        self._wide = packed_model(with_dtype(reference, jnp.float32))
+        rounded = self._rounded if is_same else with_dtype(target, self.reference_weights)
+        self._wide = packed_model(with_dtype(rounded, jnp.float32))
         read_wide = functools.partial(self._read, self._wide, chunk=SEGMENT)
         self._read_wide = self._program("reading of prompts", jnp.float32, read_wide)
         self._score = self._program("scoring", jnp.float32, self._score_segment, donate_argnums=1)
-        models = self._with_other_sums(rounded)
+        numbered(self._read_wide, self._score)
+
+    @functools.cached_property
+    def _rounded(self) -> Model:
+        """The target in the dtype of the outputs."""
+        return with_dtype(self.target, self.dtype)
+
+    @functools.cached_property
+    def _rescorings(self) -> tuple[_Rescoring, ...]:
+        """Made when rounding is first measured, because they may hold weights of their own."""
+        models = self._with_other_sums(self._rounded)
         is_invariant = getattr(models[0], "is_width_invariant", False)
         widths = (SEGMENT,) if len(models) > 1 or is_invariant else WIDTHS
-        self._rescorings = tuple(self._rescoring(model, widths) for model in models)
-        again = ((one.read, *one.by_width.values()) for one in self._rescorings)
-        numbered(self._read_wide, self._score, *itertools.chain.from_iterable(again))
+        found = tuple(self._rescoring(model, widths) for model in models)
+        again = ((one.read, *one.by_width.values()) for one in found)
+        numbered(*itertools.chain.from_iterable(again))
+        return found
 
     def _with_other_sums(self, model: Model) -> list[Model]:
         """The model in the dtype with its own kernels, and with XLA's."""
