@@ -78,7 +78,7 @@ class Driver(Executor):
                 (row, start) for start in range(0, len(prompt) - 1, CHUNK)
             )
         while any(chunks):
-            self.prefill(dict(shard.popleft() for shard in chunks if shard))
+            self.prefill([shard.popleft() for shard in chunks if shard])
 
     def generate(self, requests, *, draft_length=WINDOW - 1):
         """Output token ids of requests (prompt, params) by row."""
