@@ -83,10 +83,9 @@ def _pointer(given: Given) -> str | None:
     return None
 
 
-def _is_gguf(given: Given) -> bool:
-    if given.path.is_file():
-        return _first_bytes(given.path, 4) == b"GGUF"
-    return given.has(r".*\.gguf") and not given.has(_WEIGHTS)
+def _gguf(given: Given) -> str | None:
+    names = sorted(name for name in given.files if name.endswith(".gguf"))
+    return names[0] if names and not given.path.is_file() and not given.has(_WEIGHTS) else None
 
 
 def _hub_name(given: Given) -> str | None:
@@ -128,7 +127,12 @@ _TABLE = (
         "give the hub id of one of them",
         lambda given: given.has(r"models--.+--.+"),
     ),
-    Known("is GGUF, the format of llama.cpp", _FLOATS, _is_gguf),
+    Known("holds GGUF files", "give the file itself, {} for example, from this machine", _gguf),
+    Known(
+        "is named as a GGUF file, and does not begin as one",
+        "fetch the file again",
+        lambda given: given.path.is_file() and given.path.suffix == ".gguf",
+    ),
     Known(
         "holds a LoRA adapter (adapter_config.json)",
         "merge it into its model (PEFT's merge_and_unload), save the result and give that",
@@ -189,7 +193,7 @@ _TABLE = (
         ),
     ),
     Known(
-        "is a file, and models and drafters are directories",
+        "is a file, and models and drafters are directories, or GGUF files",
         "give the directory that holds it",
         lambda given: given.path.is_file(),
     ),

@@ -37,8 +37,9 @@ def compare_logits(directory: Path, converted: Path) -> str:
         ) from error
     stored = read_manifest(converted).dtype
     model = packed_model(checkpoint.load_converted(converted, dtype="float32"))
+    folder, file = (directory.parent, directory.name) if directory.is_file() else (directory, None)
     reference = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, stored), attn_implementation="eager"
+        folder, gguf_file=file, dtype=getattr(torch, stored), attn_implementation="eager"
     ).float()
     reference.eval()
 
