@@ -147,16 +147,21 @@ class _Header:
         alignment = self.fields.get("general.alignment", 32)
         self.start = -(-self._at // alignment) * alignment
 
+    def _numbers(self, form: str) -> tuple[Any, ...]:
+        start, size = self._at, struct.calcsize(f"<{form}")
+        if size > len(self._bytes) - start:
+            raise ValueError("it ends early")
+        self._at += size
+        return struct.unpack_from(f"<{form}", self._bytes, start)
+
     def _number(self, code: str) -> Any:
-        (value,) = struct.unpack_from(f"<{code}", self._bytes, self._at)
-        self._at += struct.calcsize(f"<{code}")
-        return value
+        return self._numbers(code)[0]
 
     def _text(self) -> str:
         length = self._number("Q")
         content = self._bytes[self._at : self._at + length]
         if len(content) < length:
-            raise ValueError("it ends inside a text")
+            raise ValueError("it ends early")
         self._at += length
         return str(content, "utf-8")
 
@@ -168,9 +173,7 @@ class _Header:
         item, count = self._number("I"), self._number("Q")
         if item not in _FORMATS:
             return [self._value(item) for _ in range(count)]
-        values = struct.unpack_from(f"<{count}{_FORMATS[item]}", self._bytes, self._at)
-        self._at += struct.calcsize(f"<{count}{_FORMATS[item]}")
-        return list(values)
+        return list(self._numbers(f"{count}{_FORMATS[item]}"))
 
     def _entry(self) -> _Entry:
         name, num_axes = self._text(), self._number("I")
