@@ -21,7 +21,7 @@ WHOLE = "Ġwhole"  # no merges lead to it
 TOKENS = (*SPECIAL, *ALPHABET, *(merge.replace(" ", "") for merge in MERGES), WHOLE)
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n"
-    "{% endfor %}<|im_start|>assistant\n"
+    "{% endfor %}<|im_start|>assistant"
 )
 PADDED = 288  # of the embedding
 _EPSILON = float(np.float32(1e-5))  # GGUF has it in float32
@@ -167,12 +167,11 @@ def write_gguf(
         stem, _, tail = tensor.rpartition(".")
         heads = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
         key = heads.get(stem.rsplit(".", 1)[-1]) if architecture == "llama" else None
-        stored = as_llama_cpp(array, fields[key]) if key else array
         of_type = gguf.GGMLQuantizationType[kind if array.ndim > 1 else "F32"]
-        data = quantized(stored, of_type)
-        writer.add_tensor(f"{names.get_name(stem)}.{tail}", data, raw_dtype=of_type)
-        whole = gguf.dequantize(data, of_type).reshape(array.shape).astype(np.float32)
-        found[tensor] = _from_llama_cpp(whole, fields[key]) if key else whole
+        data = quantized(array, of_type)
+        found[tensor] = gguf.dequantize(data, of_type).reshape(array.shape).astype(np.float32)
+        stored = as_llama_cpp(data, fields[key]) if key else data
+        writer.add_tensor(f"{names.get_name(stem)}.{tail}", stored, raw_dtype=of_type)
     if rope.get("rope_type") == "llama3":
         writer.add_tensor("rope_freqs.weight", rope_factors(fields))
     writer.write_header_to_file()
@@ -189,10 +188,6 @@ def quantized(array: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
     except NotImplementedError:
         shape = gguf.quant_shape_to_byte_shape(array.shape, kind)
         return np.random.default_rng(0).integers(0, 60, shape, dtype=np.uint8)
-
-
-def _from_llama_cpp(array: np.ndarray, heads: int) -> np.ndarray:
-    return array.reshape(heads, -1, 2, *array.shape[1:]).swapaxes(1, 2).reshape(array.shape)
 
 
 def _add(writer: gguf.GGUFWriter, key: str, value) -> None:
