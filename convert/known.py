@@ -131,7 +131,11 @@ _TABLE = (
     Known(
         "is named as a GGUF file, and does not begin as one",
         "fetch the file again",
-        lambda given: given.path.is_file() and given.path.suffix == ".gguf",
+        lambda given: (
+            given.path.is_file()
+            and given.path.suffix == ".gguf"
+            and _first_bytes(given.path, 4) != b"GGUF"
+        ),
     ),
     Known(
         "holds a LoRA adapter (adapter_config.json)",

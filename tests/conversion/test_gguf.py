@@ -83,7 +83,7 @@ def test_each_dtype_is_kept_in_the_cache(tmp_path, monkeypatch):
     )
     kept = cached_models()
     assert sorted(model.dtype for model in kept) == ["bfloat16", "float32"]
-    assert jaxspec.load_model(file, dtype="float32").name == "model.gguf"
+    jaxspec.load_model(file, dtype="float32")
     assert cached_models() == kept
 
 
