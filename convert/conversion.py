@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,9 +24,8 @@ from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
-from .gguf_reader import GgufFile, is_gguf
-from .gguf_tokenizer import tokenizer_files
-from .known import refuse_known
+from .gguf_reader import GgufFile
+from .known import is_gguf, refuse_known
 from .mapping import Family
 from .tokenizer import convert_tokenizer
 from .writer import stream_params
@@ -195,10 +195,11 @@ def convert_directory(
         check_free_space(working, needed, what=f"Converting {source}")
         # The quick part first, so that a fault in the tokenizer's files shows before the weights
         # are converted.
-        found = (
-            tokenizer_files(gguf.fields, directory) if gguf else contextlib.nullcontext(directory)
-        )
-        with found as of_tokenizer:
+        with tempfile.TemporaryDirectory() as scratch:
+            of_tokenizer = directory
+            if gguf:
+                of_tokenizer = Path(scratch) / directory.name
+                gguf.write_tokenizer(of_tokenizer)
             prefix = convert_tokenizer(
                 of_tokenizer,
                 working / "tokenizer",

@@ -1,386 +1,335 @@
 """GGUF files, the format of llama.cpp, read as the Hugging Face checkpoints they were made from.
 
-A file holds everything: settings, tokenizer and tensors, which are often quantized. Its settings
-become the fields of a `config.json`, and its tensors get Hugging Face's names, so that the tables
-of the families serve both. Tensors are mapped, and dequantized when they are loaded.
+A file holds settings, tokenizer and tensors, which are mostly quantized. The settings become the
+fields of a `config.json`, and the tensors get Hugging Face's names, so that the tables of the
+families serve both. transformers' reader of tokenizers is not used: it needs torch, and makes other
+ids of some texts than the original pipelines, which are written out here by their names in GGUF.
 """
 
 from __future__ import annotations
 
+import json
 import re
-import struct
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import ml_dtypes
 import numpy as np
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models.config import RopeConfig
 from jaxspec.runtime.extras import import_extra
-from jaxspec.runtime.files import check_access, reading, why_unreadable
+from jaxspec.runtime.files import reading, why_unreadable
 from jaxspec.runtime.values import shown
 
 from .hf_config import HFConfig
-from .hf_reader import Tensor
+from .hf_reader import HEAD, Tensor
 
-MAGIC = b"GGUF"
-_VERSIONS = (2, 3)
-_PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-            12: "d"}  # fmt: skip
-_TEXT, _ARRAY = 8, 9  # the other kinds of a value
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-_FLOATS = {"F32": np.dtype(np.float32), "F16": np.dtype(np.float16), "BF16": _BFLOAT16}
-
-_ARCHITECTURES = {
-    "llama": "LlamaForCausalLM",  # also Mistral's models
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-}
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})\.gguf")
+_ARCHITECTURES = {  # Mistral's models are written as llama
+    "llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
+}  # fmt: skip
 _SETTINGS = {
-    "context_length": "max_position_embeddings",
-    "block_count": "num_hidden_layers",
-    "embedding_length": "hidden_size",
-    "feed_forward_length": "intermediate_size",
-    "attention.head_count": "num_attention_heads",
-    "attention.head_count_kv": "num_key_value_heads",
+    "context_length": "max_position_embeddings", "block_count": "num_hidden_layers",
+    "embedding_length": "hidden_size", "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads", "rope.freq_base": "rope_theta",
+    "attention.head_count_kv": "num_key_value_heads", "attention.key_length": "head_dim",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
-    "rope.freq_base": "rope_theta",
-}
+    "attention.sliding_window": "sliding_window",
+}  # fmt: skip
 _ROPE_SCALING = {
-    "type": "rope_type",
-    "factor": "factor",
-    "original_context_length": "original_max_position_embeddings",
-    "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow",
-}
-_LLAMA3 = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+    "rope.scaling.type": "rope_type", "rope.scaling.factor": "factor",
+    "rope.scaling.original_context_length": "original_max_position_embeddings",
+    "rope.scaling.yarn_beta_fast": "beta_fast", "rope.scaling.yarn_beta_slow": "beta_slow",
+}  # fmt: skip
 # They say nothing that the tensors do not say, or nothing of what is computed.
 _IGNORED = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
-_OUTER_TENSORS = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
-_LAYER_TENSORS = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+_TENSORS = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head",
+    "attn_norm": "input_layernorm", "attn_output": "self_attn.o_proj",
+    "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm", "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj",
+}  # fmt: skip
+_LLAMA3 = {  # of Llama 3.1 to 3.3; the factor differs
+    "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
+}  # fmt: skip
 
-
-def is_gguf(path: Path) -> bool:
-    """Whether `path` is a file that begins as a GGUF file does."""
-    check_access(path)
-    if why_unreadable(path) is not None:
-        return False
-    with path.open("rb") as file:
-        return file.read(len(MAGIC)) == MAGIC
+# Tokenizers
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5  # types of tokens, as in SentencePiece
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,%d}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_CASES = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_SPLITS = {  # by `tokenizer.ggml.pre`; None is GPT-2's own
+    "gpt-2": None, "smollm": None, "llama-bpe": _WORDS % 3, "qwen2": _WORDS % 1, "tekken": _CASES,
+}  # fmt: skip
+_WITH_BOS = ("llama-bpe", "tekken")  # unless the file says otherwise; they also keep words whole
 
 
 def part_files(path: Path) -> list[Path]:
-    """The files of a model that is split into `NAME-00001-of-0000N.gguf`, of which `path` is one;
-    `path` itself if it is not.
-
-    Raises:
-      CheckpointError: some are missing.
-    """
+    """The files of a model that is split into `NAME-00001-of-0000N.gguf`, if `path` is one of them,
+    or `path` itself; raises `CheckpointError` if some are missing."""
     named = _PART.fullmatch(path.name)
     if named is None:
         return [path]
-    names = (
-        f"{named['stem']}-{i + 1:05d}-of-{named['count']}.gguf" for i in range(int(named["count"]))
-    )
-    files = [path.with_name(name) for name in names]
+    numbers = range(1, int(named[2]) + 1)
+    files = [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in numbers]
     missing = [file.name for file in files if why_unreadable(file) is not None]
     if missing:
-        some = ", ".join(missing[:6]) + ", ..." * (len(missing) > 6)
         raise CheckpointError(
-            f"{path} is a part of a model whose other parts must be beside it, and {some} cannot "
-            "be read there; fetch all parts."
+            f"{path} is one of {named[2]} parts that must be in one directory, which lacks "
+            f"{', '.join(missing[:6])}; fetch all parts."
         )
     return files
 
 
-class _Entry(NamedTuple):
-    """A tensor as its file describes it: the name, the shape, the number of its type, and the
-    offset from the beginning of the tensors."""
-
-    name: str
-    shape: tuple[int, ...]
-    kind: int
-    offset: int
-
-
-class _Header:
-    """Settings and tensors of one file.
-
-    Raises:
-      ValueError, struct.error: the file is damaged, or ends too early.
-    """
-
-    def __init__(self, file: Path):
-        self.data = np.memmap(file, mode="r")
-        self._bytes, self._at = memoryview(self.data), len(MAGIC)
-        version = self._number("I")
-        if version not in _VERSIONS:
-            raise ValueError(f"it has version {version}, and versions 2 and 3 are read")
-        num_tensors, num_fields = self._number("Q"), self._number("Q")
-        self.fields: dict[str, Any] = {}
-        for _ in range(num_fields):
-            name = self._text()
-            self.fields[name] = self._value(self._number("I"))
-        self.entries = [self._entry() for _ in range(num_tensors)]
-        alignment = self.fields.get("general.alignment", 32)
-        self.start = -(-self._at // alignment) * alignment
-
-    def _numbers(self, form: str) -> tuple[Any, ...]:
-        start, size = self._at, struct.calcsize(f"<{form}")
-        if size > len(self._bytes) - start:
-            raise ValueError("it ends early")
-        self._at += size
-        return struct.unpack_from(f"<{form}", self._bytes, start)
-
-    def _number(self, code: str) -> Any:
-        return self._numbers(code)[0]
-
-    def _text(self) -> str:
-        length = self._number("Q")
-        content = self._bytes[self._at : self._at + length]
-        if len(content) < length:
-            raise ValueError("it ends early")
-        self._at += length
-        return str(content, "utf-8")
-
-    def _value(self, kind: int) -> Any:
-        if kind == _TEXT:
-            return self._text()
-        if kind != _ARRAY:
-            return self._number(_FORMATS[kind])
-        item, count = self._number("I"), self._number("Q")
-        if item not in _FORMATS:
-            return [self._value(item) for _ in range(count)]
-        return list(self._numbers(f"{count}{_FORMATS[item]}"))
-
-    def _entry(self) -> _Entry:
-        name, num_axes = self._text(), self._number("I")
-        shape = tuple(self._number("Q") for _ in range(num_axes))[::-1]
-        return _Entry(name, shape, self._number("I"), self._number("Q"))
-
-
 class GgufFile:
-    """A model in a GGUF file, or in several that it is split into.
+    """A model in a GGUF file, or in the parts of a split one.
 
     Attributes:
-      path: as given.
       files: its parts.
-      fields: the settings, by llama.cpp's names.
-      tensors: by Hugging Face's names. One that is not in float32 counts as bfloat16, in which it
-        is stored unless another dtype is asked for; a quantized one is loaded as float32.
+      tensors: by Hugging Face's names. What is not in float32 counts as bfloat16, in which it is
+        stored unless another dtype is asked for; it is loaded as float32.
 
     Raises:
-      ModelError: the architecture, a setting or a quantization is not one that is read.
+      ModelError: the architecture or a quantization is not one that is read.
       CheckpointError: a file is missing or damaged.
       SettingError: the package `gguf` is not installed.
     """
 
     def __init__(self, path: Path):
-        def malformed(reason: str) -> CheckpointError:
-            return CheckpointError(
-                f"{path} cannot be read as GGUF ({reason}); fetch the file again."
-            )
+        gguf = import_extra("gguf", "GGUF files", extra="gguf")
 
-        self._gguf = import_extra("gguf", "GGUF files", extra="gguf")
-        self.path, self.files = path, part_files(path)
-        with reading(path, malformed):
-            headers = [_Header(file) for file in self.files]
-        self.fields = headers[0].fields
-        if self.fields.get("split.count", 1) not in (0, len(headers)):
+        class Reader(gguf.GGUFReader):
+            def _get(self, offset, dtype, count=1, *args, **kwargs):
+                if offset + int(count) * np.dtype(dtype).itemsize > len(self.data):
+                    raise ValueError("it ends early")
+                return super()._get(offset, dtype, count, *args, **kwargs)
+
+        self._path, self.files = path, part_files(path)
+        with reading(path, self._malformed):
+            readers = [Reader(file) for file in self.files]
+            if readers[0].byte_order != "I":
+                raise ValueError("it is big-endian")
+            fields = {name: field.contents() for name, field in readers[0].fields.items()}
+        self._stated = HFConfig(fields, str(path))
+        num_parts = self._stated.count("split.count", 1, least=0) or 1
+        if num_parts != len(readers):
             raise CheckpointError(
-                f"{path} is one of {self.fields['split.count']} parts; name them as llama.cpp "
-                "does, NAME-00001-of-0000N.gguf, and give one of them."
+                f"{path} is one of {num_parts} parts; name them NAME-00001-of-0000N.gguf."
             )
-        self._stated = HFConfig(self.fields, str(path))
-        self.architecture = self._stated.text("general.architecture")
-        if self.architecture not in _ARCHITECTURES:
+        self._architecture = self._stated.text("general.architecture")
+        if self._architecture not in _ARCHITECTURES:
             raise ModelError(
-                f"{path} holds a model of the architecture {shown(self.architecture)}, which is "
+                f"{path} holds a model of the architecture {shown(self._architecture)}, which is "
                 f"not supported; give one of these: {', '.join(_ARCHITECTURES)}."
             )
-        self.tensors = {}
-        for file, header in zip(self.files, headers, strict=True):
-            self._check_kinds(header.entries)
-            for entry in header.entries:
-                name = _name_in_hf(entry.name)
-                with reading(path, malformed):
-                    if name in self.tensors:
-                        raise ValueError(f"{entry.name} is in it twice")
-                    self.tensors[name] = self._tensor(entry, file, header)
-
-    def _check_kinds(self, entries: list[_Entry]) -> None:
-        """Raises `ModelError` for quantizations that the package `gguf` does not dequantize."""
-        gguf = self._gguf
-        unread = []
-        for number in sorted({entry.kind for entry in entries}):
+        prefix = f"{self._architecture}."
+        width, heads = f"{prefix}embedding_length", f"{prefix}attention.head_count"
+        size = self._stated.count(width) // self._stated.count(heads)
+        self._head_size = self._stated.count(f"{prefix}attention.key_length", size)
+        self.tensors: dict[str, Tensor] = {}
+        for tensor in (tensor for reader in readers for tensor in reader.tensors):
+            kind, size = tensor.tensor_type, gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
             try:
-                kind = gguf.GGMLQuantizationType(number)
-                _, num_bytes = gguf.GGML_QUANT_SIZES[kind]
-                if kind.name not in _FLOATS:
-                    with np.errstate(all="ignore"):
-                        gguf.dequantize(np.zeros((1, num_bytes), np.uint8), kind)
-            except NotImplementedError:
-                unread.append(kind.name)
-            except ValueError:
-                unread.append(f"type {number}")
-        if unread:
-            raise ModelError(
-                f"{self.path} holds tensors in {', '.join(unread)}, which the installed package "
-                "gguf does not dequantize; give the model in another quantization."
-            )
+                gguf.dequantize(np.zeros((1, size), np.uint8), kind)
+            except NotImplementedError as error:
+                raise ModelError(
+                    f"{path} holds tensors in {kind.name}, which the installed package gguf does "
+                    "not dequantize; give the model in another quantization."
+                ) from error
+            # llama.cpp rotates pairs of neighbours, and has the rows of q and k in that order.
+            is_paired = self._architecture == "llama" and re.search(r"\.attn_[qk]\.", tensor.name)
 
-    def _tensor(self, entry: _Entry, file: Path, header: _Header) -> Tensor:
-        kind = self._gguf.GGMLQuantizationType(entry.kind)
-        is_float = kind.name in _FLOATS
-        stored = entry.shape
-        if not is_float:
-            stored = self._gguf.quant_shape_to_byte_shape(entry.shape, kind)
-        item = _FLOATS.get(kind.name, np.dtype(np.uint8))
-        start = header.start + entry.offset
-        end = start + int(np.prod(stored, dtype=object)) * item.itemsize
-        if end > len(header.data):
-            raise ValueError(f"{file.name} ends inside {entry.name}")
-        # llama.cpp rotates pairs of neighbours, and has the rows of q and k in that order.
-        is_paired = self.architecture == "llama" and re.search(r"\.attn_[qk]\.", entry.name)
-        heads = self._num_heads(".attn_k." in entry.name) if is_paired else 0
+            def load(tensor=tensor, is_paired=is_paired) -> np.ndarray:
+                array = gguf.dequantize(tensor.data, tensor.tensor_type)
+                if not is_paired:
+                    return array
+                pairs = array.reshape(-1, self._head_size // 2, 2, *array.shape[1:])
+                return pairs.swapaxes(1, 2).reshape(array.shape)
 
-        def load() -> np.ndarray:
-            array = header.data[start:end].view(item).reshape(stored)
-            array = array if is_float else self._gguf.dequantize(array, kind)
-            if heads:
-                pairs = array.reshape(heads, -1, 2, *array.shape[1:])
-                array = pairs.swapaxes(1, 2).reshape(array.shape)
-            return array
+            dtype = np.dtype(np.float32 if kind.name == "F32" else ml_dtypes.bfloat16)
+            shape = tuple(map(int, tensor.shape[::-1]))
+            self.tensors[_name_in_hf(tensor.name)] = Tensor(dtype, shape, load)
 
-        return Tensor(item if kind.name == "F32" else _BFLOAT16, entry.shape, load)
-
-    def _num_heads(self, is_key: bool = False) -> int:
-        heads = self._stated.count(f"{self.architecture}.attention.head_count")
-        of_keys = f"{self.architecture}.attention.head_count_kv"
-        return self._stated.count(of_keys, heads) if is_key else heads
+    def _malformed(self, reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"{self._path} cannot be read as GGUF ({reason}); fetch it again, or update gguf."
+        )
 
     def config(self) -> HFConfig:
-        """The fields of the model's `config.json`.
-
-        Raises:
-          ModelError: a setting is not one that is read.
-          CheckpointError: a setting is missing, or has the wrong type.
-        """
-        named = self.architecture
-        stated, prefix = self._stated, f"{named}."
+        """The fields of the model's `config.json`; raises `ModelError` for settings that the
+        decoder does not compute, and `CheckpointError` for missing ones."""
+        stated, prefix = self._stated, f"{self._architecture}."
+        stated.number(f"{prefix}attention.layer_norm_rms_epsilon", least=1e-12, most=1)
+        theta = stated.number(f"{prefix}rope.freq_base", 10000.0, least=2, most=1e15)
+        head_size = self._head_size
         given = {
             name.removeprefix(prefix): value
-            for name, value in self.fields.items()
+            for name, value in stated.fields.items()
             if name.startswith(prefix) and name.removeprefix(prefix) not in _IGNORED
         }
-        stated.number(f"{prefix}attention.layer_norm_rms_epsilon", least=1e-12, most=1)
-        head_size = stated.count(
-            f"{prefix}attention.key_length",
-            stated.count(f"{prefix}embedding_length") // self._num_heads(),
-        )
-        given.pop("attention.key_length", None)
-        # Settings that are only read with the values that the decoder computes.
-        fixed = {"attention.value_length": head_size, "rope.dimension_count": head_size,
-                 "expert_count": 0, "expert_used_count": 0, "attention.causal": True}  # fmt: skip
-        given = {k: v for k, v in given.items() if k not in fixed or v != fixed[k]}
+        for name, computed in {
+            "attention.value_length": head_size, "rope.dimension_count": head_size,
+            "expert_count": 0, "expert_used_count": 0, "attention.causal": True,
+        }.items():  # fmt: skip
+            if given.get(name) == computed:
+                del given[name]
         fields = {hf: given.pop(ours) for ours, hf in _SETTINGS.items() if ours in given}
-        rope = {
-            hf: given.pop(f"rope.scaling.{ours}")
-            for ours, hf in _ROPE_SCALING.items()
-            if f"rope.scaling.{ours}" in given
-        }
-        architecture = _ARCHITECTURES[named]
-        if named == "llama" and "attention.sliding_window" in given:
-            architecture = "MistralForCausalLM"
-            fields["sliding_window"] = given.pop("attention.sliding_window")
+        rope = {hf: given.pop(ours) for ours, hf in _ROPE_SCALING.items() if ours in given}
         if given:
             raise ModelError(
-                f"{self.path} has settings of {named} that this decoder does not compute: "
-                f"{shown(given)}; give another model, or its Hugging Face checkpoint."
+                f"{self._path} has settings of {self._architecture} that this decoder does not "
+                f"compute: {shown(given)}; give another model."
             )
-        if rope.get("rope_type", "none") == "none":
-            rope = {}
+        if rope.get("rope_type", "none") != "none":
+            fields["rope_scaling"] = rope
         if "rope_freqs.weight" in self.tensors:
-            theta = stated.number(f"{prefix}rope.freq_base", 10000.0, least=2, most=1e15)
-            rope = self._llama3_scaling(theta, head_size)
+            fields["rope_scaling"] = self._llama3_scaling(theta, head_size)
+        architecture = _ARCHITECTURES[self._architecture]
+        if self._architecture == "llama" and "sliding_window" in fields:
+            architecture = "MistralForCausalLM"
         embedding = self.tensors.get("model.embed_tokens.weight")
-        return HFConfig(
-            {
-                **fields,
-                "architectures": [architecture],
-                "head_dim": head_size,
-                "vocab_size": embedding.shape[0] if embedding else None,
-                "tie_word_embeddings": "lm_head.weight" not in self.tensors,
-                "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self.tensors,
-                "eos_token_id": self._stop_tokens(),
-                **({"rope_scaling": rope} if rope else {}),
-            },
-            str(self.path),
-        )
+        fields |= {
+            "architectures": [architecture],
+            "head_dim": head_size,
+            "vocab_size": embedding.shape[0] if embedding else None,
+            "tie_word_embeddings": HEAD not in self.tensors,
+            "attention_bias": "model.layers.0.self_attn.o_proj.bias" in self.tensors,
+            "eos_token_id": self._stop_tokens(),
+        }
+        return HFConfig(fields, str(self._path))
 
     def _llama3_scaling(self, theta: float, head_size: int) -> dict[str, Any]:
-        """The rotary scaling of Llama 3.1, of which GGUF has what it comes to: a factor by which
-        each wavelength is multiplied.
-
-        Raises:
-          ModelError: the factors follow from other settings than Llama's.
-        """
-        found = self.tensors.pop("rope_freqs.weight").load().astype(np.float32)
+        """Rotary scaling of Llama 3.1, of which the file has the resulting factors `[H / 2]`."""
+        found = self.tensors.pop("rope_freqs.weight").load()
         fields = {"rope_type": "llama3", "factor": float(found.max(initial=1.0)), **_LLAMA3}
-        plain = RopeConfig(theta=theta, rotary_size=head_size)
-        scaled = RopeConfig(
-            theta=theta,
-            rotary_size=head_size,
-            scaling="llama3",
-            factor=fields["factor"],
-            original_max_length=fields["original_max_position_embeddings"],
+        scaling = {"scaling": "llama3", "factor": fields["factor"], "original_max_length": 8192}
+        plain, scaled = (
+            RopeConfig(theta=theta, rotary_size=head_size, **each).inverse_frequencies()[0]
+            for each in ({}, scaling)
         )
-        expected = plain.inverse_frequencies()[0] / scaled.inverse_frequencies()[0]
-        if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-3):
+        if found.shape != plain.shape or not np.allclose(found, plain / scaled, rtol=1e-3):
             raise ModelError(
-                f"{self.path} scales rotary frequencies (rope_freqs.weight) otherwise than Llama "
-                "3.1 does; convert the model's Hugging Face checkpoint instead."
+                f"{self._path} scales rotary frequencies (rope_freqs.weight) otherwise than Llama "
+                "3.1 does; give another model."
             )
         return fields
 
     def _stop_tokens(self) -> list[int]:
-        """The ids that end a text or a turn: the stated ones, and an end of turn that the chat
-        template writes."""
+        """The stated ones, and an end of turn that the chat template writes."""
+        stated = self._stated
         keys = (f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
-        ids = [self._stated.count(key, least=0) for key in keys if key in self.fields]
-        template = self._stated.text("tokenizer.chat_template", "")
-        tokens = self._stated.texts("tokenizer.ggml.tokens")
+        ids = [stated.count(key, least=0) for key in keys if key in stated.fields]
+        template = stated.text("tokenizer.chat_template", "")
+        tokens = stated.texts("tokenizer.ggml.tokens")
         turns = [turn for turn in ("<|im_end|>", "<|eot_id|>") if turn in template]
         ids += [tokens.index(turn) for turn in turns if turn in tokens]
         return list(dict.fromkeys(ids))
 
+    def write_tokenizer(self, directory: Path) -> None:
+        """Makes a directory with the files of the Hugging Face tokenizer, empty without one; raises
+        `ModelError` for a kind that is not read, and `CheckpointError` for a damaged one."""
+        directory.mkdir()
+        stated = self._stated
+        kind, pre = (stated.text(f"tokenizer.ggml.{key}", "none") for key in ("model", "pre"))
+        if kind in ("none", "no_vocab"):
+            return
+        is_byte_level = kind == "gpt2"
+        if kind not in ("gpt2", "llama") or (is_byte_level and pre not in _SPLITS):
+            raise ModelError(
+                f"{self._path} has a tokenizer of the kind {shown(kind)} with the pre-tokenizer "
+                f"{shown(pre)}; llama, and gpt2 with {', '.join(_SPLITS)}, are read, so give the "
+                "model's Hugging Face checkpoint."
+            )
+        tokens = stated.texts("tokenizer.ggml.tokens")
+        with reading(self._path, self._malformed):
+            types = list(stated.fields["tokenizer.ggml.token_type"])
+            while types[-1] == _UNUSED:  # they only fill the vocabulary up
+                types.pop()
+            tokens = tokens[: len(types)]
+            settings: dict[str, Any] = {
+                f"{hf}_token": tokens[stated.count(f"tokenizer.ggml.{ours}_token_id", least=0)]
+                for hf, ours in _SPECIAL.items()
+                if f"tokenizer.ggml.{ours}_token_id" in stated.fields
+            }
+            adds_bos = not is_byte_level or pre in _WITH_BOS
+            settings["add_bos_token"] = stated.flag("tokenizer.ggml.add_bos_token", adds_bos)
+            settings["add_bos_token"] &= "bos_token" in settings
+            settings["chat_template"] = stated.get("tokenizer.chat_template")
+            if is_byte_level:
+                pipeline = _byte_level(tokens, types, stated.texts("tokenizer.ggml.merges"), pre)
+                pipeline.save(str(directory / "tokenizer.json"))
+            else:
+                scores = stated.fields["tokenizer.ggml.scores"]
+                model = _sentencepiece(tokens, types, scores, settings)
+                (directory / "tokenizer.model").write_bytes(model)
+                spaces = stated.flag("tokenizer.ggml.add_space_prefix", True)
+                settings["add_prefix_space"] = spaces
+                settings["added_tokens_decoder"] = {
+                    index: {"content": tokens[index], "special": kind != _USER_DEFINED}
+                    for index, kind in enumerate(types)
+                    if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
+                }
+            (directory / "tokenizer_config.json").write_text(json.dumps(settings))
+
 
 def _name_in_hf(name: str) -> str:
     """The name of a tensor in a Hugging Face checkpoint, or `name` where there is none."""
-    stem, _, tail = name.rpartition(".")
-    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)", stem)
-    if layer and layer[2] in _LAYER_TENSORS:
-        return f"model.layers.{layer[1]}.{_LAYER_TENSORS[layer[2]]}.{tail}"
-    return f"{_OUTER_TENSORS[stem]}.{tail}" if stem in _OUTER_TENSORS else name
+    found = re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(\w+)", name)
+    if found is None or found[2] not in _TENSORS:
+        return name
+    layer = f"model.layers.{found[1]}." if found[1] else ""
+    return f"{layer}{_TENSORS[found[2]]}.{found[3]}"
+
+
+def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
+    """The pipeline of a byte-level tokenizer."""
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs = [tuple(merge.split(" ")) for merge in merges]
+    model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WITH_BOS)
+    pipeline: Any = tokenizers.Tokenizer(model)
+    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_SPLITS[pre] is None)]
+    if _SPLITS[pre] is not None:
+        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), "isolated"))
+    if pre == "smollm":
+        steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
+    pipeline.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    pipeline.normalizer = normalizers.NFC() if pre == "qwen2" else None
+    pipeline.decoder = decoders.ByteLevel()
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (_CONTROL, _USER_DEFINED):
+            is_special = kind == _CONTROL
+            added = tokenizers.AddedToken(token, normalized=False, special=is_special)
+            pipeline.add_tokens([added])
+    return pipeline
+
+
+def _sentencepiece(
+    tokens: list[str], types: list[int], scores: list[float], settings: dict[str, Any]
+) -> bytes:
+    """A `tokenizer.model` of BPE pieces."""
+    from sentencepiece import sentencepiece_model_pb2
+
+    model: Any = sentencepiece_model_pb2.ModelProto()
+    for token, kind, score in zip(tokens, types, scores, strict=False):  # scores of padding too
+        model.pieces.add(piece=token, type=kind, score=score)
+    trainer = model.trainer_spec
+    trainer.model_type, trainer.byte_fallback = trainer.BPE, 6 in types
+    for name in ("unk", "bos", "eos"):
+        if f"{name}_token" in settings:
+            setattr(trainer, f"{name}_piece", settings[f"{name}_token"])
+            setattr(trainer, f"{name}_id", tokens.index(settings[f"{name}_token"]))
+    model.normalizer_spec.name = "identity"
+    model.normalizer_spec.remove_extra_whitespaces = False
+    return model.SerializeToString()

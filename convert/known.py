@@ -132,9 +132,7 @@ _TABLE = (
         "is named as a GGUF file, and does not begin as one",
         "fetch the file again",
         lambda given: (
-            given.path.is_file()
-            and given.path.suffix == ".gguf"
-            and _first_bytes(given.path, 4) != b"GGUF"
+            given.path.is_file() and given.path.suffix == ".gguf" and not is_gguf(given.path)
         ),
     ),
     Known(
@@ -259,6 +257,11 @@ def _dtypes(path: Path) -> dict[str, str]:
         return {name: str(entry.get("dtype")) for name, entry in header.items() if name[:2] != "__"}
     except (OSError, ValueError, RecursionError, AttributeError):
         return {}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file that begins as a GGUF file does."""
+    return _first_bytes(path, 4) == b"GGUF"
 
 
 def _first_bytes(path: Path, count: int) -> bytes:

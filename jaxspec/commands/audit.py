@@ -29,7 +29,7 @@ from jaxspec.commands.options import (
     SamplingOptions,
 )
 from jaxspec.commands.progress import tell, working
-from jaxspec.convert.gguf_reader import is_gguf
+from jaxspec.convert.known import is_gguf
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError

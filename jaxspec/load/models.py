@@ -28,9 +28,9 @@ from jaxspec.checkpoint.manifest import (
     read_manifest,
 )
 from jaxspec.convert import convert_directory
-from jaxspec.convert.gguf_reader import is_gguf, part_files
+from jaxspec.convert.gguf_reader import part_files
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
-from jaxspec.convert.known import refuse_known
+from jaxspec.convert.known import is_gguf, refuse_known
 from jaxspec.errors import (
     CheckpointError,
     DamagedError,
@@ -270,24 +270,18 @@ def remove_cached_model(name: str) -> int:
 def _load_cached(
     load: Callable[[Path], LanguageModel],
     directory: Path,
-    *,
-    name: str,
-    commit: str | None = None,
-    dtype: Any = None,
+    **source: Any,
 ) -> LanguageModel:
-    """Loads the converted form of a Hugging Face directory, or of a GGUF file in `dtype`, which is
-    made now unless the cache has an undamaged one."""
-    convert_cached = functools.partial(
-        _convert_cached, directory, name=name, commit=commit, dtype=dtype
-    )
-    converted = convert_cached()
+    """Loads the converted form of a Hugging Face directory or a GGUF file, which is made now unless
+    the cache has an undamaged one; `source` are arguments of `_convert_cached`."""
+    converted = _convert_cached(directory, **source)
     try:
         return load(converted)
     except DamagedError as error:
         warnings.warn(f"{error} This is being done now.", JaxspecWarning, stacklevel=3)
     except UnreadableError as error:
         raise _unreadable_in_cache(error) from error
-    return load(convert_cached(verify=True))
+    return load(_convert_cached(directory, **source, verify=True))
 
 
 def _convert_cached(
