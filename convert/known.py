@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ModelError
-from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES, check_access, why_unreadable
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _WRAPPERS = {
@@ -129,13 +129,6 @@ _TABLE = (
     ),
     Known("holds GGUF files", "give the file itself, {} for example, from this machine", _gguf),
     Known(
-        "is named as a GGUF file, and does not begin as one",
-        "fetch the file again",
-        lambda given: (
-            given.path.is_file() and given.path.suffix == ".gguf" and not is_gguf(given.path)
-        ),
-    ),
-    Known(
         "holds a LoRA adapter (adapter_config.json)",
         "merge it into its model (PEFT's merge_and_unload), save the result and give that",
         lambda given: given.has(r"adapter_config\.json|adapter_model\..*"),
@@ -195,8 +188,8 @@ _TABLE = (
         ),
     ),
     Known(
-        "is a file, and models and drafters are directories, or GGUF files",
-        "give the directory that holds it",
+        "is a file that is not GGUF, and other models and drafters are directories",
+        "give the directory that holds it, or fetch the GGUF file again",
         lambda given: given.path.is_file(),
     ),
 )
@@ -261,6 +254,7 @@ def _dtypes(path: Path) -> dict[str, str]:
 
 def is_gguf(path: Path) -> bool:
     """Whether `path` is a file that begins as a GGUF file does."""
+    check_access(path)
     return _first_bytes(path, 4) == b"GGUF"
 
 

@@ -55,8 +55,7 @@ class AuditCommand(
     )  # fmt: skip
 
     target: str | None = None
-    """Hub id, directory of Hugging Face or converted, GGUF file, `demo-target`, or
-    `random:PRESET`."""
+    """Hub id, Hugging Face or converted directory, GGUF file, `demo-target`, `random:PRESET`."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run; or every
     *.jsonl of this directory."""
