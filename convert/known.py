@@ -188,8 +188,8 @@ _TABLE = (
         ),
     ),
     Known(
-        "is a file that is not GGUF, and other models and drafters are directories",
-        "give the directory that holds it, or fetch the GGUF file again",
+        "is a file, and models and drafters are directories, or files that begin with GGUF",
+        "give the directory that holds it, or fetch the file again",
         lambda given: given.path.is_file(),
     ),
 )

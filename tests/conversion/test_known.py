@@ -131,8 +131,8 @@ def test_files_and_hub_caches(tmp_path):
     write_hub_cache(tmp_path / "hub")
     model = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
     for path, message in (
-        (gguf, "is a file that is not GGUF"),
-        (weights, "and other models and drafters are directories"),
+        (gguf, "are directories, or files that begin with GGUF"),
+        (weights, "is a file, and models and drafters are directories"),
         (tmp_path / "hub", "is a hub cache with many models"),
         (model, "give the hub id Qwen/Qwen3-0.6B"),
     ):
