@@ -20,6 +20,7 @@ import jaxspec
 from jaxspec.checkpoint.format import load_converted
 from jaxspec.cli import main
 from jaxspec.convert import convert
+from jaxspec.convert.gguf_reader import GgufFile
 from jaxspec.convert.verify import prompt_logits
 from jaxspec.load.models import cached_models
 from jaxspec.models.base import packed_model
@@ -241,8 +242,9 @@ def test_real_model_is_that_of_transformers(real, tmp_path):
     reference = transformers.AutoModelForCausalLM.from_pretrained(
         real.parent, gguf_file=real.name, dtype=torch.float32
     )
-    embedding = reference.get_input_embeddings().weight.detach().numpy()
-    np.testing.assert_array_equal(np.asarray(ours.params["embedding"]), embedding)
+    weights = reference.state_dict()
+    for name, tensor in GgufFile(real).tensors.items():
+        np.testing.assert_array_equal(tensor.load(), weights[name].numpy())
     assert_logits(ours, reference, num_tokens=48)
 
     hf = transformers.AutoTokenizer.from_pretrained(real.parent, gguf_file=real.name)
