@@ -91,6 +91,7 @@ def test_each_dtype_is_kept_in_the_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_logits_are_those_of_transformers(name, tmp_path):
     torch = pytest.importorskip("torch")
+    pytest.importorskip("accelerate")  # which transformers' reader needs
     import transformers
 
     ours, _ = both(tmp_path, name, kind="Q8_0")
@@ -234,6 +235,7 @@ def real_texts(tokenizer) -> list[str]:
 @needs_real_file
 def test_real_model_is_that_of_transformers(real, tmp_path):
     torch = pytest.importorskip("torch")
+    pytest.importorskip("accelerate")
     import transformers
     from tokenizers import pre_tokenizers
 
