@@ -6,6 +6,7 @@ import collections
 import contextlib
 import dataclasses
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,8 @@ from jaxspec.runtime.directories import atomic_directory, check_free_space
 from jaxspec.runtime.files import expand_user, is_there, reading
 
 from . import glm4, hf_config, hf_reader, hub, llama, mistral, qwen2, qwen3
-from .known import refuse_known
+from .gguf_reader import GgufFile
+from .known import is_gguf, refuse_known
 from .mapping import Family
 from .tokenizer import convert_tokenizer
 from .writer import stream_params
@@ -103,16 +105,17 @@ def convert(
     verify: bool = False,
     progress: bool = True,
 ) -> ConversionSummary:
-    """Converts a Hugging Face checkpoint to a jaxspec directory.
+    """Converts a Hugging Face checkpoint, or a GGUF file, to a jaxspec directory.
 
     `dst` is absent or complete at every moment, even if the process is killed. The process's own
     memory stays under the largest shard plus 1 GiB, whatever the model's size (except with
     `verify`, which loads the model twice).
 
     Args:
-      src: local directory, or a hub id.
+      src: local directory, GGUF file (one of them, if it is split), or a hub id.
       dst: directory to write.
-      dtype: that of the stored parameters; None is the checkpoint's own.
+      dtype: that of the stored parameters; None is the checkpoint's own, and bfloat16 for a GGUF
+        file that is not in float32.
       revision: branch, tag or commit of a hub id.
       overwrite: replace `dst` if it exists.
       verify: compare logits with torch before `dst` appears (needs the `parity` extra).
@@ -126,10 +129,10 @@ def convert(
     """
     check_not_forked()
     directory = expand_user(src)
-    if is_there(directory) and os.path.isdir(directory):
+    if is_there(directory) and (os.path.isdir(directory) or is_gguf(directory)):
         if revision is not None:
             raise ModelError(
-                f"A revision ({revision}) was given for the local directory {src}; "
+                f"A revision ({revision}) was given for {src}, which is on this machine; "
                 "revisions are for hub ids, so leave it out."
             )
         commit = None
@@ -163,15 +166,17 @@ def convert_directory(
 ) -> ConversionSummary:
     """`convert` for local files; `source` and `revision` say where they came from."""
     started = time.perf_counter()
-    refuse_known(directory)
-    hf = hf_reader.read_config(directory)
+    gguf = GgufFile(directory) if is_gguf(directory) else None
+    if gguf is None:
+        refuse_known(directory)
+    hf = gguf.config() if gguf else hf_reader.read_config(directory)
     family = find_family(hf)
     config = read_model_config(hf, family)
     generation_config = hf_reader.read_generation_config(directory)
     eos_token_ids = hf_reader.eos_token_ids(hf, generation_config, vocab_size=config.vocab_size)
 
-    files = hf_reader.weight_files(directory)
-    tensors = hf_reader.read_tensors(files)
+    files = gguf.files if gguf else hf_reader.weight_files(directory)
+    tensors = gguf.tensors if gguf else hf_reader.read_tensors(files)
     if config.is_tied and not hf_reader.repeats_embedding(tensors):
         config = dataclasses.replace(config, is_tied=False)  # as transformers 5 reads it
     leaves = family.leaves(config)
@@ -190,12 +195,17 @@ def convert_directory(
         check_free_space(working, needed, what=f"Converting {source}")
         # The quick part first, so that a fault in the tokenizer's files shows before the weights
         # are converted.
-        prefix = convert_tokenizer(
-            directory,
-            working / "tokenizer",
-            model_type=family.name,
-            vocab_size=config.vocab_size,
-        )
+        with tempfile.TemporaryDirectory() as scratch:
+            of_tokenizer = directory
+            if gguf:
+                of_tokenizer = Path(scratch) / directory.name
+                gguf.write_tokenizer(of_tokenizer)
+            prefix = convert_tokenizer(
+                of_tokenizer,
+                working / "tokenizer",
+                model_type=family.name,
+                vocab_size=config.vocab_size,
+            )
         with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
             stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
         write_manifest(

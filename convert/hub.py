@@ -16,7 +16,8 @@ from .known import refuse_known
 
 # What `load_model` takes, for messages.
 NAMES_OF_MODELS = (
-    "name a converted directory, a Hugging Face directory, a hub id such as Qwen/Qwen3-0.6B, "
+    "name a converted directory, a Hugging Face directory, a GGUF file, a hub id such as "
+    "Qwen/Qwen3-0.6B, "
     "random:PRESET, demo-target or demo-draft"
 )
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import ModelError
-from jaxspec.runtime.files import LARGEST_TEXT_BYTES, why_unreadable
+from jaxspec.runtime.files import LARGEST_TEXT_BYTES, check_access, why_unreadable
 
 _LFS = b"version https://git-lfs.github.com/spec/"
 _WRAPPERS = {
@@ -83,10 +83,9 @@ def _pointer(given: Given) -> str | None:
     return None
 
 
-def _is_gguf(given: Given) -> bool:
-    if given.path.is_file():
-        return _first_bytes(given.path, 4) == b"GGUF"
-    return given.has(r".*\.gguf") and not given.has(_WEIGHTS)
+def _gguf(given: Given) -> str | None:
+    names = sorted(name for name in given.files if name.endswith(".gguf"))
+    return names[0] if names and not given.path.is_file() and not given.has(_WEIGHTS) else None
 
 
 def _hub_name(given: Given) -> str | None:
@@ -128,7 +127,7 @@ _TABLE = (
         "give the hub id of one of them",
         lambda given: given.has(r"models--.+--.+"),
     ),
-    Known("is GGUF, the format of llama.cpp", _FLOATS, _is_gguf),
+    Known("holds GGUF files", "give the file itself, {} for example, from this machine", _gguf),
     Known(
         "holds a LoRA adapter (adapter_config.json)",
         "merge it into its model (PEFT's merge_and_unload), save the result and give that",
@@ -189,8 +188,8 @@ _TABLE = (
         ),
     ),
     Known(
-        "is a file, and models and drafters are directories",
-        "give the directory that holds it",
+        "is a file, and models and drafters are directories, or files that begin with GGUF",
+        "give the directory that holds it, or fetch the file again",
         lambda given: given.path.is_file(),
     ),
 )
@@ -251,6 +250,12 @@ def _dtypes(path: Path) -> dict[str, str]:
         return {name: str(entry.get("dtype")) for name, entry in header.items() if name[:2] != "__"}
     except (OSError, ValueError, RecursionError, AttributeError):
         return {}
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether `path` is a file that begins as a GGUF file does."""
+    check_access(path)
+    return _first_bytes(path, 4) == b"GGUF"
 
 
 def _first_bytes(path: Path, count: int) -> bytes:

@@ -13,6 +13,7 @@ from jaxspec.checkpoint.manifest import read_manifest
 from jaxspec.errors import CheckpointError
 from jaxspec.models.base import Model, packed_model
 from jaxspec.models.prefill import chain_window
+from jaxspec.runtime.files import reading
 
 _NUM_PROMPTS = 3
 _PROMPT_LENGTH = 24
@@ -37,10 +38,20 @@ def compare_logits(directory: Path, converted: Path) -> str:
         ) from error
     stored = read_manifest(converted).dtype
     model = packed_model(checkpoint.load_converted(converted, dtype="float32"))
-    reference = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=getattr(torch, stored), attn_implementation="eager"
-    ).float()
-    reference.eval()
+    folder, file = (directory.parent, directory.name) if directory.is_file() else (directory, None)
+
+    def unusable(reason: str) -> CheckpointError:
+        return CheckpointError(
+            f"transformers cannot load {directory} to compare with ({reason}); convert it without "
+            "--verify."
+        )
+
+    with reading(directory, unusable):
+        reference = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=file, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+    for parameter in reference.parameters():
+        parameter.data = parameter.data.to(getattr(torch, stored)).float()
 
     tokens = np.random.default_rng(0).integers(
         0, model.vocab_size, (_NUM_PROMPTS, _PROMPT_LENGTH), dtype=np.int32

@@ -29,12 +29,14 @@ from jaxspec.commands.options import (
     SamplingOptions,
 )
 from jaxspec.commands.progress import tell, working
+from jaxspec.convert.known import is_gguf
 from jaxspec.decode.settings import check_draft_length
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.requests.prompts import encode_prompts
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
+from jaxspec.runtime.files import expand_user
 from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import new_figure
 from jaxspec.verifiers import VerifierName, make_verifier
@@ -53,7 +55,7 @@ class AuditCommand(
     )  # fmt: skip
 
     target: str | None = None
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    """Hub id, Hugging Face or converted directory, GGUF file, `demo-target`, `random:PRESET`."""
     outputs: pathlib.Path | None = None
     """Audit this file of another system's outputs (see --snippet) instead of a run; or every
     *.jsonl of this directory."""
@@ -160,7 +162,9 @@ class AuditCommand(
             paths = [each for each in paths if each.resolve() != self.against.resolve()]
             paths.append(self.against)
         texts = {each: read_outputs_text(each) for each in paths}
-        target = dataclasses.replace(self, dtype=None).load(target_name)
+        # Of quantized weights in full, because the other system may not have rounded them.
+        dtype = "float32" if is_gguf(expand_user(target_name)) else None
+        target = dataclasses.replace(self, dtype=dtype).load(target_name)
         files: dict[str, OutputsFile] = {}
         against = None
         has_same_names = len({each.stem for each in texts}) < len(texts)

@@ -42,7 +42,7 @@ class CompareCommand(JsonOption, PromptOptions):
     category. `jaxspec.compare` has more settings."""
 
     target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    """Hub id, Hugging Face or converted directory, GGUF file, `demo-target`, `random:PRESET`."""
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """`none` (plain decoding) or a drafter that `jaxspec generate --help` lists; with settings as a
     JSON object, such as `{"kind": "ngram", "branches": 4}`. Repeat the option for each."""

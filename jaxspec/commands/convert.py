@@ -15,14 +15,14 @@ from jaxspec.runtime.documents import as_json
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvertCommand(JsonOption):
-    """Convert a Hugging Face checkpoint to a jaxspec directory (config, parameters, tokenizer)."""
+    """Convert a Hugging Face checkpoint or a GGUF file to a jaxspec directory."""
 
     src: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """A Hugging Face directory, or a hub id."""
+    """A Hugging Face directory, a GGUF file, or a hub id."""
     dst: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """Directory to write."""
     dtype: DtypeName | None = None
-    """Dtype of the stored parameters; default: the checkpoint's own."""
+    """Dtype of the stored parameters; default: the checkpoint's own (quantized: bfloat16)."""
     revision: str | None = None
     """Branch, tag or commit of a hub id."""
     overwrite: bool = False

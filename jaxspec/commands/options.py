@@ -40,7 +40,7 @@ class TargetOption:
     """Which target."""
 
     target: str
-    """Hub id, Hugging Face directory, converted directory, `demo-target`, or `random:PRESET`."""
+    """Hub id, Hugging Face or converted directory, GGUF file, `demo-target`, `random:PRESET`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

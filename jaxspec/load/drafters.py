@@ -250,6 +250,7 @@ def _is_model(name: str) -> bool:
     """Whether a name is that of weights. A hub id without a slash looks like a misspelt kind, so it
     is written `draft_model:ID`."""
     is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
+    is_path |= name.endswith(".gguf")
     is_demo = name in DEMO_MODELS or name in DEMO_DRAFTERS
     return is_demo or name.startswith("random:") or is_path
 

@@ -1,5 +1,5 @@
-"""Resolves names of models: the embedded pair, presets, directories, hub ids; and keeps the cache
-of converted models."""
+"""Resolves names of models: the embedded pair, presets, directories, GGUF files, hub ids; and keeps
+the cache of converted models."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxspec.cache.pages import KvDtype, check_kv_dtype
 from jaxspec.checkpoint.format import is_converted, load_converted, parse_dtype
@@ -27,8 +28,9 @@ from jaxspec.checkpoint.manifest import (
     read_manifest,
 )
 from jaxspec.convert import convert_directory
+from jaxspec.convert.gguf_reader import part_files
 from jaxspec.convert.hub import NAMES_OF_MODELS, download
-from jaxspec.convert.known import refuse_known
+from jaxspec.convert.known import is_gguf, refuse_known
 from jaxspec.errors import (
     CheckpointError,
     DamagedError,
@@ -67,15 +69,16 @@ def load_model(
 
     `src` is one of these, tried in this order: `demo-target` or `demo-draft` (the embedded pair);
     `random:PRESET` (a published architecture with random weights, see `registry.PRESETS`); a
-    converted directory; a Hugging Face directory; a hub id. A Hugging Face model is converted once,
-    into the user's cache directory (`$JAXSPEC_CACHE`).
+    converted directory; a GGUF file; a Hugging Face directory; a hub id. A Hugging Face model is
+    converted once, into the user's cache directory (`$JAXSPEC_CACHE`); a GGUF file once for each
+    `dtype`.
 
     Args:
       src: the name or path of the model.
-      dtype: that of parameters, compute and cache; None is the checkpoint's own. On a CPU float16
-        is then loaded as float32, as is bfloat16 without the `native` kernels, and a warning in the
-        log says so once. The embedded pair and random presets have float32 on a CPU and bfloat16 on
-        an accelerator.
+      dtype: that of parameters, compute and cache; None is the checkpoint's own, and bfloat16 for a
+        GGUF file that is not in float32. On a CPU float16 is then loaded as float32, as is bfloat16
+        without the `native` kernels, and a warning in the log says so once. The embedded pair and
+        random presets have float32 on a CPU and bfloat16 on an accelerator.
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device of this process.
@@ -138,6 +141,8 @@ def load_model(
             return _load_cached(load, directory, name=name, commit=commit)
         if is_converted(directory):
             return load(directory)
+        if is_gguf(directory):
+            return _load_cached(load, directory, name=directory.name, dtype=dtype)
         if is_file(directory / "config.json"):
             return _load_cached(load, directory, name=directory.resolve().name)
         refuse_known(directory)
@@ -265,32 +270,35 @@ def remove_cached_model(name: str) -> int:
 def _load_cached(
     load: Callable[[Path], LanguageModel],
     directory: Path,
-    *,
-    name: str,
-    commit: str | None = None,
+    **source: Any,
 ) -> LanguageModel:
-    """Loads the converted form of a Hugging Face directory, which is made now unless the cache has
-    an undamaged one."""
-    converted = _convert_cached(directory, name=name, commit=commit)
+    """Loads the converted form of a Hugging Face directory or a GGUF file, which is made now unless
+    the cache has an undamaged one; `source` are arguments of `_convert_cached`."""
+    converted = _convert_cached(directory, **source)
     try:
         return load(converted)
     except DamagedError as error:
         warnings.warn(f"{error} This is being done now.", JaxspecWarning, stacklevel=3)
     except UnreadableError as error:
         raise _unreadable_in_cache(error) from error
-    return load(_convert_cached(directory, name=name, commit=commit, verify=True))
+    return load(_convert_cached(directory, **source, verify=True))
 
 
 def _convert_cached(
-    directory: Path, *, name: str, commit: str | None = None, verify: bool = False
+    directory: Path,
+    *,
+    name: str,
+    commit: str | None = None,
+    dtype: Any = None,
+    verify: bool = False,
 ) -> Path:
-    """The converted form of a Hugging Face directory in the cache.
+    """The converted form of a Hugging Face directory or GGUF file in the cache.
 
     If several processes want the same one, the first converts it and the others wait. A damaged one
     is converted again; with `verify` the files are checked, otherwise only the manifest.
     """
     label = re.sub(r"[^\w.-]+", "--", name).strip("-.") or "model"
-    key = commit or _content_key(directory)
+    key = (commit or _content_key(directory)) + ("" if dtype is None else f" {np.dtype(dtype)}")
     digest = hashlib.sha256(f"{FORMAT_VERSION} {key}".encode()).hexdigest()[:16]
     root = cache_directory()
     destination = root / f"{label}-{digest}"
@@ -310,7 +318,7 @@ def _convert_cached(
         except OSError as error:
             raise _cache_refused(root, error.strerror or str(error), "written") from error
         if not is_whole:
-            convert_directory(directory, destination, source=source, revision=commit)
+            convert_directory(directory, destination, source=source, dtype=dtype, revision=commit)
     return destination
 
 
@@ -343,10 +351,11 @@ def _cache_refused(path: str | os.PathLike, reason: str, what: str) -> Checkpoin
 
 
 def _content_key(directory: Path) -> str:
-    """A key that changes when a file of `directory` does: config and index by content, other files
-    by size and modification time."""
+    """A key that changes when a file of `directory`, or a part of a GGUF file, does: config and
+    index by content, other files by size and modification time."""
     parts = [str(directory.resolve())]
-    for file in sorted(path for path in directory.iterdir() if path.is_file()):
+    files = directory.iterdir() if directory.is_dir() else part_files(directory)
+    for file in sorted(path for path in files if path.is_file()):
         status = file.stat()
         parts.append(f"{file.name} {status.st_size}")
         if file.suffix == ".json" and status.st_size < 2**20:

@@ -73,7 +73,7 @@ def authors_layout(directory: Path) -> None:
 
 KNOWN = {
     "lfs": (write_lfs, "pointers of Git LFS (model.safetensors is one)"),
-    "gguf": (write_gguf, "is GGUF"),
+    "gguf": (write_gguf, "holds GGUF files; give the file itself, model.Q4_0.gguf for example"),
     "lora": (without_weights("adapter_config.json", "adapter_model.safetensors"), "LoRA adapter"),
     "lora beside a model": (with_files("adapter_config.json"), "merge it into its model"),
     "eagle": (with_config(architectures=["EagleLlamaModel"]), "is an EAGLE drafter"),
@@ -126,12 +126,12 @@ def test_a_healthy_model_is_nothing_known(directory):
 
 def test_files_and_hub_caches(tmp_path):
     gguf, weights = tmp_path / "model.gguf", tmp_path / "model.safetensors"
-    gguf.write_bytes(b"GGUF\3\0\0\0")
+    gguf.write_bytes(b"GGML\3\0\0\0")
     weights.write_bytes(b"")
     write_hub_cache(tmp_path / "hub")
     model = tmp_path / "hub" / "models--Qwen--Qwen3-0.6B"
     for path, message in (
-        (gguf, "is GGUF"),
+        (gguf, "are directories, or files that begin with GGUF"),
         (weights, "is a file, and models and drafters are directories"),
         (tmp_path / "hub", "is a hub cache with many models"),
         (model, "give the hub id Qwen/Qwen3-0.6B"),
@@ -145,7 +145,7 @@ def test_files_and_hub_caches(tmp_path):
 @pytest.mark.parametrize(
     ("files", "message"),
     [
-        (("README.md", "model.Q4_K_M.gguf"), "org/name is GGUF"),
+        (("README.md", "model.Q4_K_M.gguf"), "org/name holds GGUF files; give the file itself"),
         (("adapter_config.json", "adapter_model.safetensors"), "org/name holds a LoRA adapter"),
     ],
 )
