@@ -27,6 +27,8 @@ from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
+# What separates documents in the vocabularies of teachers.
+_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>")
 _HELD_OUT_PERCENT = 3
 _STDLIB = "stdlib"
 # Tests and installed packages; tables, and prose in string literals.
@@ -174,13 +176,13 @@ def map_tokens(path: pathlib.Path) -> np.ndarray:
 
 def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
     """Id of the end-of-text token."""
-    token_id = tokenizer.token_to_id(END_OF_TEXT)
-    if token_id is None:
-        raise SettingError(
-            f"The tokenizer has no {END_OF_TEXT} token, which separates documents; use one that "
-            "was trained by `jaxspec train lm`."
-        )
-    return token_id
+    for name in _ENDS_OF_TEXT:
+        if (token_id := tokenizer.token_to_id(name)) is not None:
+            return token_id
+    raise SettingError(
+        f"The tokenizer has no token that separates documents ({', '.join(_ENDS_OF_TEXT)}); name a "
+        "teacher with one."
+    )
 
 
 class Batch(struct.PyTreeNode, kw_only=True):

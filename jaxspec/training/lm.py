@@ -22,15 +22,17 @@ import numpy as np
 import optax
 import tokenizers
 
+from jaxspec.checkpoint.format import weights_digest
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import checkpoints, data, export
-from jaxspec.training.lm_runs import TOKENIZER, load_teacher, read_tokenizer
+from jaxspec.training.lm_runs import TOKENIZER, Run, load_teacher, read_tokenizer
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
+from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
 from jaxspec.training.trainer import (
     NoOption,
     OnStep,
@@ -55,7 +57,7 @@ class TrainConfig(TrainSettings):
       out: directory of the run, for checkpoints, tokens, log and, at the end, `model/`, the Hugging
         Face checkpoint.
       corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
-        ...}`.
+        ...}`; with a teacher also a file that `jaxspec train texts` had it write.
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
@@ -88,11 +90,11 @@ class TrainConfig(TrainSettings):
 
     corpora: pathlib.Path
     domains: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: NoOption[tuple[str, ...]] = ()
     tokens: Tokens = 6_500_000
     sequence_length: int = 256
     max_length: int = 1024
-    long_fraction: float = 0.12
+    long_fraction: NoOption[float] = 0.12
     vocab_size: int = 4096
     width: int = 256
     feed_forward_width: int = 640
@@ -299,11 +301,15 @@ class LmTask(Task):
     def __init__(self, settings: TrainConfig):
         super().__init__(settings)
         teacher = None if settings.teacher is None else load_teacher(settings.teacher)
-        self._domains = [data.Domain.parse(text) for text in settings.domains]
-        self._domains = self._domains or data.discover_domains(settings.corpora)
-        self._tokenizer, self._streams, self._held_out = _prepare(
-            settings, self._domains, None if teacher is None else teacher.tokenizer
-        )
+        if settings.corpora.is_file():
+            self._domains = [data.Domain(name="texts", source=settings.corpora.name)]
+            self._tokenizer, self._streams, self._held_out = _read_written(settings, teacher)
+        else:
+            self._domains = [data.Domain.parse(text) for text in settings.domains]
+            self._domains = self._domains or data.discover_domains(settings.corpora)
+            self._tokenizer, self._streams, self._held_out = _prepare(
+                settings, self._domains, None if teacher is None else teacher.tokenizer
+            )
         self._end_of_text = data.end_of_text_id(self._tokenizer)
         # A teacher's vocabulary may be padded beyond its tokenizer's.
         self._model = settings.model_config(
@@ -360,7 +366,9 @@ class LmTask(Task):
         return {f"held_out/{name}": loss for name, loss in losses.items()}
 
     def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
-        """Writes the Hugging Face checkpoint."""
+        """Writes the Hugging Face checkpoint, and measures it on held-out texts."""
+        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
+        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
         settings = self.settings
         length = settings.max_length if settings.long_fraction else settings.sequence_length
         figures: dict[str, Any] = {
@@ -373,8 +381,6 @@ class LmTask(Task):
                 name: measure_acceptance(*pair, windows, self._end_of_text)
                 for name, windows in self._windows(length)
             }
-        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
-        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
         return figures
 
     def _plan_rows(self, num_steps: int, *, times: int, seed: tuple[int, ...]) -> data.Plan:
@@ -448,3 +454,30 @@ def _prepare(
         streams.append(data.write_tokens(stem.with_suffix(".train"), train_texts, tokenizer))
         held_out.append(data.write_tokens(stem.with_suffix(".held_out"), held_out_texts, tokenizer))
     return tokenizer, streams, held_out
+
+
+def _read_written(
+    settings: TrainConfig, teacher: Run | None
+) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
+    """What `_prepare` returns, from a file of texts that the teacher wrote."""
+    path = settings.corpora
+    if teacher is None or settings.domains or settings.exclude:
+        given = "without the teacher that wrote them" if teacher is None else "with domains"
+        raise SettingError(
+            f"The file of texts {path} was given {given}; give --teacher and no domains, or a "
+            "directory of documents as corpora."
+        )
+    texts = read_texts(path)
+    digest = weights_digest(teacher.params)
+    check_writer(texts, path, target=str(settings.teacher), weights=digest)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    end = data.end_of_text_id(teacher.tokenizer)
+
+    def stream(some: Sequence[Text]) -> np.ndarray:
+        """The texts one after another, with an end-of-text token after each."""
+        whole = ([*text.prompt, *text.output] for text in some)
+        ended = (ids if ids[-1] == end else [*ids, end] for ids in whole)
+        return np.fromiter(itertools.chain.from_iterable(ended), np.uint32)
+
+    training, held_out = held_out_part(texts.texts, path)
+    return teacher.tokenizer, [stream(training)], [stream(held_out)]

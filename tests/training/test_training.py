@@ -415,6 +415,17 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
         load_teacher(str(tmp_path / "no-tokenizer"))
 
 
+def test_a_model_is_written_before_it_is_measured(tmp_path, corpora, trained, monkeypatch):
+    def measure(*_):
+        raise Stopped
+
+    monkeypatch.setattr(lm, "measure_acceptance", measure)
+    config = tiny(tmp_path / "out", corpora, teacher=str(trained[0]), width=8, tokens=768)
+    with pytest.raises(Stopped):
+        lm.train_lm(config)
+    assert export.is_hugging_face(config.out / "model")
+
+
 # Trunk and branches: one run for many token counts
 
 BRANCHES = (768, 1536, 3072)  # 6, 12 and 24 steps of 128 tokens, 1, 2 and 4 of them decay
