@@ -29,6 +29,7 @@ from jaxspec.runtime.directories import write_atomically
 END_OF_TEXT = "<|endoftext|>"
 # What separates documents in the vocabularies of teachers.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>")
+GIVEN = np.uint32(2**31)  # added to the ids of tokens whose prediction is not measured: prompts
 _HELD_OUT_PERCENT = 3
 _STDLIB = "stdlib"
 # Tests and installed packages; tables, and prose in string literals.
@@ -193,7 +194,8 @@ class Batch(struct.PyTreeNode, kw_only=True):
       labels: int32, the token after each input.
       segments: int32, the document of each input within its row; an end-of-text token belongs to
         the document it ends.
-      weights: fp32, 0 where input and label are from different documents, otherwise 1.
+      weights: fp32, 0 where input and label are from different documents, or the label is `GIVEN`,
+        otherwise 1.
     """
 
     inputs: jax.Array
@@ -204,12 +206,14 @@ class Batch(struct.PyTreeNode, kw_only=True):
 
 def pack(windows: np.ndarray, end_of_text: int) -> Batch:
     """The batch of `windows` `[B, T + 1]` cut from a token stream."""
+    is_given = windows[:, 1:] >= GIVEN
+    windows = windows % GIVEN
     is_end = windows[:, :-1] == end_of_text
     return Batch(
         inputs=jnp.asarray(windows[:, :-1], jnp.int32),
         labels=jnp.asarray(windows[:, 1:], jnp.int32),
         segments=jnp.asarray(np.cumsum(is_end, axis=1) - is_end, jnp.int32),
-        weights=jnp.asarray(~is_end, jnp.float32),
+        weights=jnp.asarray(~is_end & ~is_given, jnp.float32),
     )
 
 

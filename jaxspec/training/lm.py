@@ -459,7 +459,8 @@ def _prepare(
 def _read_written(
     settings: TrainConfig, teacher: Run | None
 ) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
-    """What `_prepare` returns, from a file of texts that the teacher wrote."""
+    """What `_prepare` returns, from a file of texts that the teacher wrote. All their tokens are
+    trained on, and those that the teacher wrote are measured."""
     path = settings.corpora
     if teacher is None or settings.domains or settings.exclude:
         given = "without the teacher that wrote them" if teacher is None else "with domains"
@@ -473,11 +474,12 @@ def _read_written(
     settings.out.mkdir(parents=True, exist_ok=True)
     end = data.end_of_text_id(teacher.tokenizer)
 
-    def stream(some: Sequence[Text]) -> np.ndarray:
-        """The texts one after another, with an end-of-text token after each."""
-        whole = ([*text.prompt, *text.output] for text in some)
+    def stream(some: Sequence[Text], mark: int) -> np.ndarray:
+        """The texts one after another, with an end-of-text token after each; `mark` is added to the
+        prompts' ids."""
+        whole = ([*(token + mark for token in text.prompt), *text.output] for text in some)
         ended = (ids if ids[-1] == end else [*ids, end] for ids in whole)
         return np.fromiter(itertools.chain.from_iterable(ended), np.uint32)
 
     training, held_out = held_out_part(texts.texts, path)
-    return teacher.tokenizer, [stream(training)], [stream(held_out)]
+    return teacher.tokenizer, [stream(training, 0)], [stream(held_out, int(data.GIVEN))]

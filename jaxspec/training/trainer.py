@@ -331,7 +331,8 @@ class _Run:
                         save()
                         if not is_last:
                             metrics |= task.evaluate(state.params)
-                    report(num_done, num_steps, metrics)
+                    is_open = end is None and latest is not None
+                    report(num_done, None if is_open else num_steps, metrics)
                     if self._on_step is not None:
                         self._on_step(num_done, metrics)
                 protected = postponed(save)
@@ -589,10 +590,10 @@ def _spent_s(settings: TrainSettings) -> float:
 @contextlib.contextmanager
 def _progress(
     out: pathlib.Path, step_tokens: int, *, first: int
-) -> Iterator[Callable[[int, int, dict[str, float]], None]]:
+) -> Iterator[Callable[[int, int | None, dict[str, float]], None]]:
     """A progress bar on a terminal, a line every so many steps, and the same figures in
     `log.jsonl`, of which lines of steps after the `first` are dropped: the function that it yields
-    takes the number of steps done, that of all steps, and the step's metrics."""
+    takes the number of steps done, that of all steps if it is known, and the step's metrics."""
     columns = (
         rich.progress.TextColumn("step"),
         rich.progress.MofNCompleteColumn(),
@@ -612,7 +613,7 @@ def _progress(
     ):
         task = bar.add_task("train", total=None, completed=first, status="")
 
-        def report(num_done: int, num_steps: int, metrics: dict[str, float]) -> None:
+        def report(num_done: int, num_steps: int | None, metrics: dict[str, float]) -> None:
             nonlocal logged, since_s
             bar.update(task, completed=num_done, total=num_steps)
             if num_done % _LOG_EVERY and num_done != num_steps:
@@ -623,7 +624,8 @@ def _progress(
             logged, since_s = num_done, now_s
             status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
             bar.update(task, status=status)
-            console.print(f"step {num_done}/{num_steps}  {status}", soft_wrap=True, highlight=False)
+            step = f"step {num_done}" if num_steps is None else f"step {num_done}/{num_steps}"
+            console.print(f"{step}  {status}", soft_wrap=True, highlight=False)
             log.write(json_text({"step": num_done, **figures}) + "\n")
             log.flush()
 

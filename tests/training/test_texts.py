@@ -237,6 +237,11 @@ def test_a_draft_model_learns_from_texts(target, tmp_path):
     for row, labels in zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True):
         assert any(training[at : at + 33] == [*row, labels[-1]] for at in range(len(training)))
     assert rows.weights.tolist() == (rows.inputs != tiny.EOS).astype(float).tolist()
+    # What is measured is what the target wrote after prompts of six tokens.
+    windows = task._held_out[0][: 6 * 19].reshape(6, 19)
+    held_out = data.pack(windows, tiny.EOS)
+    assert held_out.inputs.tolist() == [ids[:-1] for ids in whole[::20]]
+    assert held_out.weights.tolist() == [[0.0] * 5 + [1.0] * 13] * 6
     losses = []
     result = lm.train_lm(settings, on_step=lambda _, metrics: losses.append(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
