@@ -177,9 +177,15 @@ def map_tokens(path: pathlib.Path) -> np.ndarray:
 
 def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
     """Id of the end-of-text token."""
+    return tokenizer.get_vocab()[end_of_text(tokenizer)]
+
+
+def end_of_text(tokenizer: tokenizers.Tokenizer) -> str:
+    """The token that separates documents."""
+    vocabulary = tokenizer.get_vocab()
     for name in _ENDS_OF_TEXT:
-        if (token_id := tokenizer.token_to_id(name)) is not None:
-            return token_id
+        if name in vocabulary:
+            return name
     raise SettingError(
         f"The tokenizer has no token that separates documents ({', '.join(_ENDS_OF_TEXT)}); name a "
         "teacher with one."

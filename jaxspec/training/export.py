@@ -60,8 +60,8 @@ def write_hugging_face(
                 {"do_sample": False, "eos_token_id": end_of_text, "pad_token_id": end_of_text},
             )
             tokenizer.save(str(partial / "tokenizer.json"))
-            end = tokenizer.id_to_token(end_of_text)
-            _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config, end))
+            own = _tokenizer_fields(config, data.end_of_text(tokenizer))
+            _write_json(partial / "tokenizer_config.json", own)
         for path in partial.iterdir():
             path.chmod(0o644)
 

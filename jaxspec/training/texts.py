@@ -317,6 +317,7 @@ def _passages(
 
 def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
     """The documents of one split, none of which is in the other."""
+    assert config.corpora is not None
     train, held_out = data.read_documents(domain, config.corpora, config.exclude)
     chosen, other = (train, held_out) if config.split == "train" else (held_out, train)
     others = set(other)
@@ -408,11 +409,12 @@ def _written(
     drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
     longest = config.prompt_tokens[1]
     if config.prompts is not None:
-        prompts = list(prompts)
-        longest = max(len(text.prompt) for text in prompts)
-        if all(text.output for text in prompts):  # nothing is left to write
-            yield from prompts[num_done:]
+        begun = list(prompts)
+        longest = max(len(text.prompt) for text in begun)
+        if all(text.output for text in begun):  # nothing is left to write
+            yield from begun[num_done:]
             return
+        prompts = iter(begun)
     longest += config.output_tokens
     engine = Engine(target, drafter, batch_size=config.batch_size, max_length=longest + 32)
     numbered = itertools.islice(enumerate(prompts), num_done, None)

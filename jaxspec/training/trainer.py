@@ -388,8 +388,8 @@ class _Run:
         if self._settings.minutes is not None:  # the run ends where the checkpoint's decay does
             end, fingerprint = None, self._task.fingerprint
             if (tokens := about["fingerprint"].get("tokens")) is not None:
-                [end] = dataclasses.replace(self._settings, tokens=tokens, minutes=None).ends()
-                end = end if step > end.leaves_at else None
+                [chosen] = dataclasses.replace(self._settings, tokens=tokens, minutes=None).ends()
+                end = chosen if step > chosen.leaves_at else None
         check_fingerprint(out, about, fingerprint)
         return step, about, end
 
