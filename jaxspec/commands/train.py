@@ -41,7 +41,7 @@ class LmCommand(JsonOption):
         with advising(lambda: _resuming(self.config)):
             results = train_lm(self.config)
         console.print(results_table(results))
-        _print_trial(console, _models(self.config.teacher, _ends(results)[-1]["model"]))
+        _print_trial(console, trial_options(self.config.teacher, _ends(results)[-1]["model"]))
         return make_document("train lm", self.config, **results)
 
 
@@ -141,7 +141,7 @@ def _ends(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return list(results["branches"].values()) if "branches" in results else [results]
 
 
-def _models(teacher: str | None, model: str) -> str:
+def trial_options(teacher: str | None, model: str) -> str:
     """The options of what was trained: a target, or the draft model of its teacher."""
     if teacher is None:
         return shlex.join(("--target", model))

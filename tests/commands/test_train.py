@@ -15,6 +15,7 @@ import pytest
 import tiny
 from written import write_texts
 
+from jaxspec.commands.train import trial_options
 from jaxspec.training.lm_runs import load_run
 
 
@@ -84,6 +85,14 @@ def test_from_prompts_to_a_draft_model(cli, tmp_path):
     plain = cli(*("generate", "--target", target), *command[-5:]).document["completions"][0]
     assert drafted["token_ids"] == plain["token_ids"]
     assert drafted["acceptance"]["num_draft_tokens"] > 0
+
+
+def test_a_teachers_run_is_tried_as_the_model_that_it_wrote(tmp_path):
+    assert trial_options(None, "runs/lm/model") == "--target runs/lm/model"
+    assert trial_options("Qwen/Q", "a b/model") == "--target Qwen/Q --draft 'a b/model'"
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    assert trial_options(str(tmp_path), "draft") == f"--target {tmp_path}/model --draft draft"
 
 
 @pytest.mark.slow
