@@ -175,6 +175,12 @@ def map_tokens(path: pathlib.Path) -> np.ndarray:
     return np.memmap(path, np.uint32, mode="r")
 
 
+def most_frequent(streams: Sequence[np.ndarray], vocab_size: int, count: int) -> tuple[int, ...]:
+    """The ids of the `count` tokens that are most frequent in the streams, in increasing order."""
+    counts = sum(np.bincount(stream, minlength=vocab_size) for stream in streams)
+    return tuple(sorted(np.argsort(-np.asarray(counts), stable=True)[:count].tolist()))
+
+
 def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
     """Id of the end-of-text token."""
     return tokenizer.get_vocab()[end_of_text(tokenizer)]

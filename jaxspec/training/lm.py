@@ -23,7 +23,7 @@ import optax
 import tokenizers
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.errors import SettingError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
@@ -47,6 +47,7 @@ from jaxspec.training.trainer import (
 from jaxspec.types import PyTree
 
 _WEIGHT_DECAY = 0.1
+_LEAST = 1e-7  # probability of all tokens outside of a draft vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,6 +66,8 @@ class TrainConfig(TrainSettings):
       long_fraction: fraction of the tokens, the last ones, in rows as long as `max_length` and a
         step allow; at most the sixth over which the learning rate falls.
       vocab_size: number of entries of the tokenizer; ignored if it is taken from a teacher.
+      draft_vocab_size: draft only so many tokens, the most frequent in the texts, so that embedding
+        and head are smaller; None for all of the teacher's. Needs a teacher.
       width: E.
       feed_forward_width: F.
       num_layers: L.
@@ -96,6 +99,7 @@ class TrainConfig(TrainSettings):
     max_length: int = 1024
     long_fraction: NoOption[float] = 0.12
     vocab_size: int = 4096
+    draft_vocab_size: int | None = None
     width: int = 256
     feed_forward_width: int = 640
     num_layers: int = 8
@@ -109,7 +113,7 @@ class TrainConfig(TrainSettings):
 
     def __post_init__(self):
         check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
-        check_positive(self, "num_query_heads", "num_kv_heads")
+        check_positive(self, "num_query_heads", "num_kv_heads", "draft_vocab_size")
         super().__post_init__()
         self.model_config(self.vocab_size)  # raises for sizes that make no model
         if self.sequence_length > self.max_length:
@@ -119,10 +123,11 @@ class TrainConfig(TrainSettings):
             )
         if not 0 <= self.long_fraction <= DECAY_SHARE:
             raise SettingError(f"long_fraction is {self.long_fraction}; it must lie in [0, 1/6].")
-        if self.teacher_states is not None and self.teacher is None:
-            raise SettingError(
-                "teacher_states was given without a teacher; leave it out, or give one."
-            )
+        for name in ("teacher_states", "draft_vocab_size"):
+            if getattr(self, name) is not None and self.teacher is None:
+                raise SettingError(
+                    f"{name} was given without a teacher; leave it out, or give one."
+                )
 
     @property
     def long_rows(self) -> int:
@@ -193,39 +198,47 @@ class LmLoss:
         self, params: PyTree, frozen: PyTree, batch: LmBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and the metrics `loss` and, with a teacher, `acceptance`."""
-        rows = batch.rows
-        logits = decoder.training_logits(self.model, params, rows.inputs, rows.segments)
+        model, rows = _over_rows(self.model, batch.rows)
+        logits = decoder.training_logits(model, params, rows.inputs, rows.segments)
         if self.teacher is None:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
         theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
-        loss, acceptance = distillation_loss(logits, theirs, rows.weights)
+        ids = self.model.draft_vocabulary
+        loss, acceptance = distillation_loss(logits, theirs, rows.weights, ids)
         return loss, {"loss": loss, "acceptance": acceptance}
 
 
 def distillation_loss(
-    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array
+    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array, ids: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
     `[B, T]`.
 
     The loss is half KL(p || q) and half the total variation distance, which is one minus the
     acceptance rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec,
-    2310.08461).
+    2310.08461). Where `logits` are of a draft vocabulary, its `ids` and then all other tokens
+    together, both distributions are over these; the others are never accepted.
     """
     log_p = jax.nn.log_softmax(teacher_logits)
+    if ids:
+        log_p = log_p[..., jnp.array(ids)]
+        others = jnp.maximum(1 - jnp.sum(jnp.exp(log_p), axis=-1, keepdims=True), _LEAST)
+        log_p = jnp.concatenate([log_p, jnp.log(others)], axis=-1)
     log_q = jax.nn.log_softmax(logits)
     p = jnp.exp(log_p)
     divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
-    acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
+    shared = jnp.minimum(p, jnp.exp(log_q))[..., : len(ids) or None]
+    acceptance = weighted_mean(jnp.sum(shared, axis=-1), weights)
     return (divergence + 1 - acceptance) / 2, acceptance
 
 
 def held_out_loss(
     model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
 ) -> float:
-    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any."""
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any. To a draft
+    vocabulary, all other tokens are one."""
     sums = functools.partial(_LOSS_SUMS, model, params)
     loss, weight = data.add_up(sums, windows, end_of_text, 2)
     return loss / weight if weight else math.nan
@@ -260,8 +273,17 @@ def measure_acceptance(
     return {"sampled": sampled / count, "greedy": greedy / count, "num_tokens": int(num_tokens)}
 
 
+def _over_rows(model: ModelConfig, batch: data.Batch) -> tuple[ModelConfig, data.Batch]:
+    """Model and batch over the rows of the embedding, where these are fewer than the tokens."""
+    if not model.draft_vocabulary:
+        return model, batch
+    inputs, labels = (decoder.rows_of(model, ids) for ids in (batch.inputs, batch.labels))
+    return model.over_rows(), batch.replace(inputs=inputs, labels=labels)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
+    model, batch = _over_rows(model, batch)
     logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
@@ -301,6 +323,11 @@ class LmTask(Task):
     def __init__(self, settings: TrainConfig):
         super().__init__(settings)
         teacher = None if settings.teacher is None else load_teacher(settings.teacher)
+        if teacher is not None and teacher.config.draft_vocabulary:
+            raise ModelError(
+                f"The teacher {settings.teacher} is itself a draft model of "
+                f"{len(teacher.config.draft_vocabulary)} tokens; name the model that it drafts for."
+            )
         if settings.corpora.is_file():
             self._domains = [data.Domain(name="texts", source=settings.corpora.name)]
             self._tokenizer, self._streams, self._held_out = _read_written(settings, teacher)
@@ -315,6 +342,10 @@ class LmTask(Task):
         self._model = settings.model_config(
             self._tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
         )
+        if settings.draft_vocab_size is not None:
+            size = self._model.vocab_size
+            ids = data.most_frequent(self._streams, size, settings.draft_vocab_size)
+            self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
         self._teacher = teacher
         self.loss = LmLoss(self._model, None if teacher is None else teacher.config)
         self.frozen = () if teacher is None else teacher.params

@@ -74,7 +74,7 @@ def test_from_prompts_to_a_draft_model(cli, tmp_path):
     assert shown.document["texts"] == 40
     shown = cli(
         *("train", "lm", "--teacher", target, "--corpora", texts, "--out", out),
-        *(*SMALL, "--tokens", 2048, "--json"),
+        *(*SMALL, "--tokens", 2048, "--draft-vocab-size", 30, "--json"),
     )
     assert shown.status == 0, shown.err
     assert shown.document["steps"] == 16
