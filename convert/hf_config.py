@@ -93,6 +93,13 @@ class HFConfig:
             raise self.malformed(key, "a list of texts")
         return value
 
+    def token_ids(self, key: str) -> tuple[int, ...]:
+        """A list of token ids; empty if the field is absent."""
+        value = self._stated(key, [])
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise self.malformed(key, "a list of token ids")
+        return tuple(value)
+
     def section(self, key: str) -> HFConfig:
         """The object at `key`; empty if the field is absent."""
         value = self._stated(key, {})
@@ -258,7 +265,8 @@ def shared_fields(config: HFConfig, *, norm_epsilon: float | None) -> dict[str, 
     family's default, or None if it is ambiguous and must be stated."""
     heads = config.count("num_attention_heads")
     return {
-        "vocab_size": config.count("vocab_size"),
+        "vocab_size": config.count("target_vocab_size", config.count("vocab_size")),
+        "draft_vocabulary": config.token_ids("draft_vocabulary"),
         "width": config.count("hidden_size"),
         "feed_forward_width": config.count("intermediate_size"),
         "num_layers": config.num_layers,
@@ -343,8 +351,15 @@ def config_fields(config: ModelConfig, *, end_of_text: int | None, dtype: Any) -
             f"A {config.family} model with {config.rope.scaling} rotary scaling was to be written "
             "as a Hugging Face checkpoint; only qwen3 and llama without scaling can be."
         )
+    vocabulary = {}
+    if config.draft_vocabulary:  # fields of ours
+        vocabulary = {
+            "draft_vocabulary": list(config.draft_vocabulary),
+            "target_vocab_size": config.vocab_size,
+        }
     return {
         **of_family[config.family],
+        **vocabulary,
         "attention_bias": False,
         "attention_dropout": 0.0,
         "bos_token_id": None,
@@ -366,5 +381,5 @@ def config_fields(config: ModelConfig, *, end_of_text: int | None, dtype: Any) -
         "tie_word_embeddings": config.is_tied,
         "torch_dtype": np.dtype(dtype).name,
         "use_cache": True,
-        "vocab_size": config.vocab_size,
+        "vocab_size": config.num_rows,
     }

@@ -58,7 +58,7 @@ class Family:
 
 def outer_leaves(config: ModelConfig) -> list[Leaf]:
     """Embedding, final norm and head, which have the same names in every family."""
-    table = (config.vocab_size, config.width)
+    table = (config.num_rows, config.width)
     leaves = [
         Leaf(("embedding",), {"model.embed_tokens.weight": table}),
         Leaf(("final_norm",), {"model.norm.weight": (config.width,)}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import jax
@@ -37,7 +38,9 @@ def compare_logits(directory: Path, converted: Path) -> str:
             "extra (pip install 'jaxspec-decoding[parity]') or convert without --verify."
         ) from error
     stored = read_manifest(converted).dtype
-    model = packed_model(checkpoint.load_converted(converted, dtype="float32"))
+    model = checkpoint.load_converted(converted, dtype="float32")
+    # To torch, the rows of a draft vocabulary are tokens.
+    model = packed_model(dataclasses.replace(model, config=model.config.over_rows()))
     folder, file = (directory.parent, directory.name) if directory.is_file() else (directory, None)
 
     def unusable(reason: str) -> CheckpointError:

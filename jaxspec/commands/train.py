@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
+import pathlib
+import shlex
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
@@ -12,13 +15,19 @@ import tyro
 from rich.console import Console
 
 from jaxspec.commands.options import JsonOption
-from jaxspec.commands.progress import working
+from jaxspec.commands.progress import standard_error, tell, working
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.report import TextTable
+from jaxspec.runtime.signals import advising
+from jaxspec.training import export
+from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
-from jaxspec.training.lm import TrainConfig, train_lm
+from jaxspec.training.lm import LmTask, TrainConfig, train_lm
 from jaxspec.training.texts import TextsConfig, write_texts
+from jaxspec.training.trainer import TrainSettings
+
+_LINES_EVERY_S = 60.0  # progress away from a terminal
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,30 +38,38 @@ class LmCommand(JsonOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
-        results = train_lm(self.config)
+        with advising(lambda: _resuming(self.config)):
+            results = train_lm(self.config)
         console.print(results_table(results))
-        _print_trial(console, f"--target {_ends(results)[-1]['model']}")
+        _print_trial(console, trial_options(self.config.teacher, _ends(results)[-1]["model"]))
         return make_document("train lm", self.config, **results)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TextsCommand(JsonOption):
-    """Have a target write training texts for heads: its own continuations of the beginnings of
-    documents. The same command continues an interrupted run."""
+    """Have a target write training texts for a drafter: its answers to prompts, or its own
+    continuations of the beginnings of documents. The same command continues an interrupted run."""
 
     config: Annotated[TextsConfig, tyro.conf.arg(name="")]
 
     def run(self, console: Console) -> dict[str, Any]:
         """Writes the texts; returns the JSON document."""
-        started_s = time.perf_counter()
-        with working("loading the target") as status:
+        started_s = shown_s = time.perf_counter()
+        with (
+            working("loading the target") as status,
+            advising(lambda: f"to go on: {_command_line()}"),
+        ):
 
             def show(num_texts: int, num_tokens: int) -> None:
-                elapsed_s = time.perf_counter() - started_s
-                status.update(
-                    f"{num_texts} texts, {num_tokens} of {self.config.tokens} tokens, "
-                    f"{elapsed_s:.0f} s"
-                )
+                nonlocal shown_s
+                now_s = time.perf_counter()
+                if standard_error().is_terminal or now_s - shown_s > _LINES_EVERY_S:
+                    shown_s = now_s
+                    tell(
+                        status,
+                        f"{num_texts} texts, {num_tokens} of {self.config.tokens} tokens, "
+                        f"{now_s - started_s:.0f} s",
+                    )
 
             results = write_texts(self.config, on_text=show)
         console.print(results_table(results))
@@ -67,7 +84,8 @@ class HeadsCommand(JsonOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
-        results = train_heads(self.config)
+        with advising(lambda: _resuming(self.config)):
+            results = train_heads(self.config)
         for end in _ends(results):
             console.print(results_table(end, without=("held_out", "trees")))
             console.print(accuracy_table(end["held_out"], "head", {"top1": 1, "top5": 1}))
@@ -84,7 +102,8 @@ class FlexDraftCommand(JsonOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
-        results = train_flexdraft(self.config)
+        with advising(lambda: _resuming(self.config)):
+            results = train_flexdraft(self.config)
         held_out = results["held_out"]
         accepted = {name: each["accepted"] for name, each in held_out.items()}
         console.print(results_table({**results, "accepted": accepted}, without=("held_out",)))
@@ -96,8 +115,8 @@ class FlexDraftCommand(JsonOption):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainCommand:
-    """Train a small language model (`lm`), or have a target write texts (`texts`) and train a
-    drafter for it: heads (`heads`) or FlexDraft (`flexdraft`)."""
+    """Have a target write texts (`texts`) and train a drafter for it: a draft model (`lm`), heads
+    (`heads`) or FlexDraft (`flexdraft`). `lm` also trains a small language model from text."""
 
     what: Annotated[
         Annotated[LmCommand, tyro.conf.subcommand("lm")]
@@ -120,6 +139,26 @@ class TrainCommand:
 def _ends(results: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """The results of every end of a run."""
     return list(results["branches"].values()) if "branches" in results else [results]
+
+
+def trial_options(teacher: str | None, model: str) -> str:
+    """The options of what was trained: a target, or the draft model of its teacher."""
+    if teacher is None:
+        return shlex.join(("--target", model))
+    exported = pathlib.Path(teacher) / LmTask.PRODUCT  # of an earlier run
+    target = str(exported) if export.is_hugging_face(exported) else teacher
+    return shlex.join(("--target", target, "--draft", model))
+
+
+def _command_line() -> str:
+    return shlex.join(("jaxspec", *sys.argv[1:]))
+
+
+def _resuming(config: TrainSettings) -> str | None:
+    """How to go on with a run that has a checkpoint."""
+    if latest_step(config.out) is None:
+        return None
+    return f"to go on: {_command_line()}{'' if config.resume else ' --resume'}"
 
 
 def _print_trial(console: Console, options: str) -> None:

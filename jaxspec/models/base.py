@@ -378,7 +378,7 @@ class LanguageModel:
 
     def head_rows(self, params, tokens):
         """The head's weights `[..., E]` for each of `tokens` `[...]`."""
-        return decoder.head_rows(params, tokens)
+        return decoder.head_rows(params, decoder.rows_of(self.config, tokens))
 
 
 # The packed copy of each model that some engine has. Neither is kept alive.

@@ -7,6 +7,7 @@ below, which `convert` fills from a Hugging Face `config.json`.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -132,6 +133,9 @@ class ModelConfig:
       is_tied: the head is the embedding.
       sliding_windows: for each layer, the number of tokens that a query sees, or None for all
         (Mistral, some Qwen2).
+      draft_vocabulary: of a draft model that drafts only some tokens, their ids in increasing
+        order: row i of its embedding and head is of the i-th of them, and the last row is of all
+        other tokens, which it reads alike and never drafts. Otherwise empty.
     """
 
     family: str
@@ -151,6 +155,7 @@ class ModelConfig:
     has_sandwich_norms: bool = False
     is_tied: bool = False
     sliding_windows: tuple[int | None, ...] = ()
+    draft_vocabulary: tuple[int, ...] = dataclasses.field(default=(), repr=False)
 
     def __post_init__(self):
         counts = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_query_heads")
@@ -180,11 +185,34 @@ class ModelConfig:
                 f"The model names {len(self.sliding_windows)} sliding windows for "
                 f"{self.num_layers} layers; give one per layer."
             )
+        bounds = (-1, *self.draft_vocabulary, self.vocab_size)
+        if not all(a < b for a, b in itertools.pairwise(bounds)):
+            raise ModelError(
+                f"The draft vocabulary's {len(self.draft_vocabulary)} ids are not in increasing "
+                f"order below {self.vocab_size}; check the model's configuration."
+            )
 
     @property
     def group(self) -> int:
         """G, query heads per KV head."""
         return self.num_query_heads // self.num_kv_heads
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of the embedding."""
+        return len(self.draft_vocabulary) + 1 if self.draft_vocabulary else self.vocab_size
+
+    def rows_of_tokens(self) -> np.ndarray:
+        """The embedding's row of every token, `[V]` int32."""
+        if not self.draft_vocabulary:
+            return np.arange(self.vocab_size, dtype=np.int32)
+        rows = np.full(self.vocab_size, self.num_rows - 1, np.int32)
+        rows[list(self.draft_vocabulary)] = np.arange(self.num_rows - 1)
+        return rows
+
+    def over_rows(self) -> ModelConfig:
+        """The same model, whose tokens are the rows of its embedding."""
+        return dataclasses.replace(self, vocab_size=self.num_rows, draft_vocabulary=())
 
     @property
     def context_length(self) -> int:
@@ -202,13 +230,18 @@ class ModelConfig:
 
     def to_json(self) -> dict[str, Any]:
         """The fields, for `from_json`."""
-        return dataclasses.asdict(self)
+        fields = dataclasses.asdict(self)
+        if not self.draft_vocabulary:
+            del fields["draft_vocabulary"]
+        return fields
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> ModelConfig:
         """The inverse of `to_json`."""
-        windows = tuple(fields.get("sliding_windows", ()))
-        return cls(**{**fields, "rope": RopeConfig(**fields["rope"]), "sliding_windows": windows})
+        lists = {
+            name: tuple(fields.get(name, ())) for name in ("sliding_windows", "draft_vocabulary")
+        }
+        return cls(**{**fields, "rope": RopeConfig(**fields["rope"]), **lists})
 
 
 def _check_count(name: str, value: Any) -> None:

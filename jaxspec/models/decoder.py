@@ -62,12 +62,12 @@ def param_shapes(config: ModelConfig) -> dict[str, Any]:
     if c.has_sandwich_norms:
         layer |= {"post_attention_norm": (c.width,), "post_feed_forward_norm": (c.width,)}
     shapes = {
-        "embedding": (c.vocab_size, c.width),
+        "embedding": (c.num_rows, c.width),
         "layers": tuple(dict(layer) for _ in range(c.num_layers)),
         "final_norm": (c.width,),
     }
     if not c.is_tied:
-        shapes["head"] = (c.width, c.vocab_size)
+        shapes["head"] = (c.width, c.num_rows)
     return shapes
 
 
@@ -85,7 +85,7 @@ def param_specs(config: ModelConfig, num_shards: int) -> dict[str, Any]:
     for size, what in (
         (config.num_kv_heads, "KV heads"),
         (config.feed_forward_width, "hidden units of a feed-forward"),
-        (config.vocab_size, "tokens in the vocabulary"),
+        (config.num_rows, "tokens in the vocabulary"),
     ):
         if size % num_shards:
             raise SettingError(
@@ -255,6 +255,13 @@ def embed(params: Params, tokens: jax.Array) -> jax.Array:
     return jnp.take(embedding, tokens, axis=0, mode="clip")
 
 
+def rows_of(config: ModelConfig, tokens: jax.Array) -> jax.Array:
+    """The embedding's row of each token, which is its id unless there is a draft vocabulary."""
+    if not config.draft_vocabulary:
+        return tokens
+    return jnp.take(jnp.asarray(config.rows_of_tokens()), tokens, mode="clip")
+
+
 def run_layers(
     config: ModelConfig,
     params: Params,
@@ -380,14 +387,18 @@ def head(
     kernels: Kernels = XLA,
 ) -> jax.Array:
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, which are normed
-    first unless they already are."""
-    return kernels.product(
+    first unless they already are. Tokens outside of a draft vocabulary have -inf."""
+    logits = kernels.product(
         hidden,
         head_weight(params),
         norm=None if is_normed else params["final_norm"],
         epsilon=config.norm_epsilon,
         dtype=jnp.float32,
     )
+    if not config.draft_vocabulary:
+        return logits
+    logits = logits.at[..., -1].set(-jnp.inf)
+    return jnp.take(logits, jnp.asarray(config.rows_of_tokens()), axis=-1)
 
 
 def head_weight(params: Params) -> Any:
@@ -414,7 +425,7 @@ def forward(
     kernels: Kernels = XLA,
 ) -> tuple[jax.Array, kv.KVCache]:
     """Last layer's hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache with their KV."""
-    hidden = embed(params, tokens)
+    hidden = embed(params, rows_of(config, tokens))
     return run_layers(config, params, hidden, window, cache, kernels=kernels)
 
 
@@ -430,7 +441,7 @@ def forward_features(
 ) -> tuple[jax.Array, jax.Array, kv.KVCache]:
     """`forward`, with the residual stream `[B, T, n, E]` after each of `taps` layers as the second
     result: 0 is the embeddings, `num_layers` what `forward` returns."""
-    hidden = embed(params, tokens)
+    hidden = embed(params, rows_of(config, tokens))
     streams, done = {0: hidden}, 0
     for stop in sorted({*taps, config.num_layers}):
         hidden, cache = run_layers(
@@ -448,7 +459,8 @@ def training_logits(
     Packed weights are unpacked, because only XLA's products can be differentiated.
     """
     params = unpacked(params)
-    hidden = training_layers(config, params, embed(params, tokens), segments)
+    hidden = embed(params, rows_of(config, tokens))
+    hidden = training_layers(config, params, hidden, segments)
     return head(config, params, hidden)
 
 

@@ -13,6 +13,8 @@ in compiled code, Python raises none. The order is:
    crash if the interpreter destroyed their client.)
 
 A second signal leads to the last step at once, and so does the end of `GRACE_S`.
+
+Work that is lost if it is not written first is done in blocks of `postponed`.
 """
 
 from __future__ import annotations
@@ -34,6 +36,9 @@ SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 _CLEANED_UP = 0  # the byte for it, beside the numbers of signals
 _AT_END: list[Callable[[], object]] = []
+_ADVICE: list[Callable[[], str | None]] = []
+_POSTPONED: list[int | None] = []  # for each block of `postponed`, the signal that has come
+_POSTPONED_LOCK = threading.Lock()
 
 
 class _Uninterrupted:
@@ -63,6 +68,33 @@ class _Uninterrupted:
 
 
 uninterrupted = _Uninterrupted()
+
+
+@contextlib.contextmanager
+def postponed(finish: Callable[[], object]) -> Iterator[None]:
+    """A block that a first signal does not interrupt: the block is completed, `finish` is called,
+    and then the process ends. A second signal ends it at once."""
+    with _POSTPONED_LOCK:
+        _POSTPONED.append(None)
+    try:
+        yield
+    finally:
+        with _POSTPONED_LOCK:
+            number = _POSTPONED.pop()
+    if number is not None:
+        finish()
+        signal.raise_signal(number)
+        threading.Event().wait()  # for the end
+
+
+@contextlib.contextmanager
+def advising(advice: Callable[[], str | None]) -> Iterator[None]:
+    """A block in which a signal that ends the process prints the line that `advice` returns."""
+    _ADVICE.append(advice)
+    try:
+        yield
+    finally:
+        _ADVICE.remove(advice)
 
 
 def exit_with(main: Callable[[], int]) -> NoReturn:
@@ -129,8 +161,7 @@ def _end_after_signal(reading: int, stderr: int, nowhere: int) -> NoReturn:
       stderr: that of standard error.
       nowhere: that of a file that discards what is written.
     """
-    while (number := os.read(reading, 1)[0]) not in SIGNALS:
-        pass
+    number = _wait_for_signal(reading, stderr)
     first_s = time.monotonic()
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
@@ -142,11 +173,36 @@ def _end_after_signal(reading: int, stderr: int, nowhere: int) -> NoReturn:
         is_second = byte in SIGNALS and time.monotonic() > first_s + AT_ONCE_S
         if byte == _CLEANED_UP or is_second:
             break
-    with contextlib.suppress(OSError):
-        cursor = SHOW_CURSOR if os.isatty(stderr) else b""
-        if select.select([], [stderr], [], AT_ONCE_S)[1]:  # not a full pipe that nobody reads
-            os.write(stderr, cursor + b"interrupted\n")
+    said = SHOW_CURSOR if os.isatty(stderr) else b""
+    with contextlib.suppress(Exception):
+        lines = [f"{line}\n" for advice in _ADVICE if (line := advice())]
+        said += "".join(lines).encode(errors="backslashreplace")
+    _say(stderr, said + b"interrupted\n")
     os._exit(128 + number)
+
+
+def _wait_for_signal(reading: int, stderr: int) -> int:
+    """The number of the signal that ends the process, as soon as it has come."""
+    postponed_s = -AT_ONCE_S
+    while True:
+        if (number := os.read(reading, 1)[0]) not in SIGNALS:
+            continue
+        with _POSTPONED_LOCK:
+            if not _POSTPONED:
+                return number
+            if _POSTPONED[-1] is None:
+                _POSTPONED[-1], postponed_s = number, time.monotonic()
+                said = b"finishing this step first; interrupt again to end at once\n"
+                _say(stderr, b"\n" * os.isatty(stderr) + said)
+            elif time.monotonic() > postponed_s + AT_ONCE_S:
+                return number
+
+
+def _say(stderr: int, message: bytes) -> None:
+    """Writes to standard error, unless it is a full pipe that nobody reads, or closed."""
+    with contextlib.suppress(OSError):
+        if select.select([], [stderr], [], AT_ONCE_S)[1]:
+            os.write(stderr, message)
 
 
 def _clean_up(writing: int) -> None:

@@ -27,6 +27,9 @@ from jaxspec.errors import SettingError
 from jaxspec.runtime.directories import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
+# What separates documents in the vocabularies of teachers.
+_ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>")
+GIVEN = np.uint32(2**31)  # added to the ids of tokens whose prediction is not measured: prompts
 _HELD_OUT_PERCENT = 3
 _STDLIB = "stdlib"
 # Tests and installed packages; tables, and prose in string literals.
@@ -172,15 +175,27 @@ def map_tokens(path: pathlib.Path) -> np.ndarray:
     return np.memmap(path, np.uint32, mode="r")
 
 
+def most_frequent(streams: Sequence[np.ndarray], vocab_size: int, count: int) -> tuple[int, ...]:
+    """The ids of the `count` tokens that are most frequent in the streams, in increasing order."""
+    counts = sum(np.bincount(stream, minlength=vocab_size) for stream in streams)
+    return tuple(sorted(np.argsort(-np.asarray(counts), stable=True)[:count].tolist()))
+
+
 def end_of_text_id(tokenizer: tokenizers.Tokenizer) -> int:
     """Id of the end-of-text token."""
-    token_id = tokenizer.token_to_id(END_OF_TEXT)
-    if token_id is None:
-        raise SettingError(
-            f"The tokenizer has no {END_OF_TEXT} token, which separates documents; use one that "
-            "was trained by `jaxspec train lm`."
-        )
-    return token_id
+    return tokenizer.get_vocab()[end_of_text(tokenizer)]
+
+
+def end_of_text(tokenizer: tokenizers.Tokenizer) -> str:
+    """The token that separates documents."""
+    vocabulary = tokenizer.get_vocab()
+    for name in _ENDS_OF_TEXT:
+        if name in vocabulary:
+            return name
+    raise SettingError(
+        f"The tokenizer has no token that separates documents ({', '.join(_ENDS_OF_TEXT)}); name a "
+        "teacher with one."
+    )
 
 
 class Batch(struct.PyTreeNode, kw_only=True):
@@ -191,7 +206,8 @@ class Batch(struct.PyTreeNode, kw_only=True):
       labels: int32, the token after each input.
       segments: int32, the document of each input within its row; an end-of-text token belongs to
         the document it ends.
-      weights: fp32, 0 where input and label are from different documents, otherwise 1.
+      weights: fp32, 0 where input and label are from different documents, or the label is `GIVEN`,
+        otherwise 1.
     """
 
     inputs: jax.Array
@@ -202,12 +218,14 @@ class Batch(struct.PyTreeNode, kw_only=True):
 
 def pack(windows: np.ndarray, end_of_text: int) -> Batch:
     """The batch of `windows` `[B, T + 1]` cut from a token stream."""
+    is_given = windows[:, 1:] >= GIVEN
+    windows = windows % GIVEN
     is_end = windows[:, :-1] == end_of_text
     return Batch(
         inputs=jnp.asarray(windows[:, :-1], jnp.int32),
         labels=jnp.asarray(windows[:, 1:], jnp.int32),
         segments=jnp.asarray(np.cumsum(is_end, axis=1) - is_end, jnp.int32),
-        weights=jnp.asarray(~is_end, jnp.float32),
+        weights=jnp.asarray(~is_end & ~is_given, jnp.float32),
     )
 
 

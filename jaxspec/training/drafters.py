@@ -21,12 +21,10 @@ from jaxspec.load.models import load_model
 from jaxspec.models.config import ModelConfig
 from jaxspec.training.schedule import Branch
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
-from jaxspec.training.texts import Text, check_writer, read_texts
+from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
 from jaxspec.training.trainer import NoOption, Task, TrainSettings
 from jaxspec.types import PyTree
 
-# Without a file of held-out texts, each of so many texts is held out.
-_HELD_OUT_EVERY = 20
 NUM_EVALUATED = 64  # held-out texts that are measured during a run; at its end, all are
 
 
@@ -184,14 +182,7 @@ class DrafterTask(Task):
                     "by `jaxspec train texts --split held-out`."
                 )
             return Split(training, held_out, num_skipped + num_short)
-        held_out = training[::_HELD_OUT_EVERY]
-        training = [text for place, text in enumerate(training) if place % _HELD_OUT_EVERY]
-        if not training:
-            raise ModelError(
-                f"There is one text in {settings.texts}, which leaves none to measure on; write "
-                "more of them, or give held_out."
-            )
-        return Split(training, held_out, num_skipped)
+        return Split(*held_out_part(training, settings.texts), num_skipped)
 
 
 def plan_rows(

@@ -60,7 +60,8 @@ def write_hugging_face(
                 {"do_sample": False, "eos_token_id": end_of_text, "pad_token_id": end_of_text},
             )
             tokenizer.save(str(partial / "tokenizer.json"))
-            _write_json(partial / "tokenizer_config.json", _tokenizer_fields(config))
+            own = _tokenizer_fields(config, data.end_of_text(tokenizer))
+            _write_json(partial / "tokenizer_config.json", own)
         for path in partial.iterdir():
             path.chmod(0o644)
 
@@ -103,15 +104,15 @@ def hugging_face_tensors(config: ModelConfig, params: PyTree) -> Iterator[tuple[
         yield "lm_head.weight", np.asarray(params["head"]).T
 
 
-def _tokenizer_fields(config: ModelConfig) -> dict:
+def _tokenizer_fields(config: ModelConfig, end_of_text: str) -> dict:
     return {
         "add_bos_token": False,
         "add_prefix_space": False,
         "chat_template": CHAT_TEMPLATE,
         "clean_up_tokenization_spaces": False,
-        "eos_token": data.END_OF_TEXT,
+        "eos_token": end_of_text,
         "model_max_length": config.max_length,
-        "pad_token": data.END_OF_TEXT,
+        "pad_token": end_of_text,
         "tokenizer_class": "PreTrainedTokenizerFast",
     }
 

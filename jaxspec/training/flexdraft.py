@@ -73,12 +73,13 @@ class FlexTrainConfig(DrafterTrainConfig):
     """
 
     tokens: int = 1_000_000
+    minutes: NoOption[float | None] = None
     layers: int | None = None
     block: int = 16
     rank: int | None = None
     anchors: NoOption[int] = 64
     learning_rate: float = 2e-4
-    new_learning_rate: float = 6e-4
+    new_learning_rate: NoOption[float] = 6e-4
 
     def __post_init__(self):
         super().__post_init__()
@@ -86,10 +87,13 @@ class FlexTrainConfig(DrafterTrainConfig):
         check_between(
             "new_learning_rate", self.new_learning_rate, 0, LARGEST_RATE, excludes_least=True
         )
-        if self.has_branches:
+        if self.has_branches or self.minutes is not None:
+            what = f"tokens is {self.tokens}"
+            if self.minutes is not None:
+                what = f"minutes is {self.minutes:g}"
             raise SettingError(
-                f"tokens is {self.tokens}; FlexDraft's loss depends on where the run ends, so give "
-                "one number."
+                f"{what}; FlexDraft's loss depends on where the run ends, so give one number of "
+                "tokens."
             )
         if self.block < 2:
             raise SettingError(

@@ -22,15 +22,17 @@ import numpy as np
 import optax
 import tokenizers
 
-from jaxspec.errors import SettingError
+from jaxspec.checkpoint.format import weights_digest
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import checkpoints, data, export
-from jaxspec.training.lm_runs import TOKENIZER, load_teacher, read_tokenizer
+from jaxspec.training.lm_runs import TOKENIZER, Run, load_teacher, read_tokenizer
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
+from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
 from jaxspec.training.trainer import (
     NoOption,
     OnStep,
@@ -45,6 +47,7 @@ from jaxspec.training.trainer import (
 from jaxspec.types import PyTree
 
 _WEIGHT_DECAY = 0.1
+_LEAST = 1e-7  # probability of all tokens outside of a draft vocabulary
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ class TrainConfig(TrainSettings):
       out: directory of the run, for checkpoints, tokens, log and, at the end, `model/`, the Hugging
         Face checkpoint.
       corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
-        ...}`.
+        ...}`; with a teacher also a file that `jaxspec train texts` had it write.
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
@@ -63,6 +66,8 @@ class TrainConfig(TrainSettings):
       long_fraction: fraction of the tokens, the last ones, in rows as long as `max_length` and a
         step allow; at most the sixth over which the learning rate falls.
       vocab_size: number of entries of the tokenizer; ignored if it is taken from a teacher.
+      draft_vocab_size: draft only so many tokens, the most frequent in the texts, so that embedding
+        and head are smaller; None for all of the teacher's. Needs a teacher.
       width: E.
       feed_forward_width: F.
       num_layers: L.
@@ -88,12 +93,13 @@ class TrainConfig(TrainSettings):
 
     corpora: pathlib.Path
     domains: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: NoOption[tuple[str, ...]] = ()
     tokens: Tokens = 6_500_000
     sequence_length: int = 256
     max_length: int = 1024
-    long_fraction: float = 0.12
+    long_fraction: NoOption[float] = 0.12
     vocab_size: int = 4096
+    draft_vocab_size: int | None = None
     width: int = 256
     feed_forward_width: int = 640
     num_layers: int = 8
@@ -107,7 +113,7 @@ class TrainConfig(TrainSettings):
 
     def __post_init__(self):
         check_positive(self, "max_length", "vocab_size", "evaluate_tokens", "epochs")
-        check_positive(self, "num_query_heads", "num_kv_heads")
+        check_positive(self, "num_query_heads", "num_kv_heads", "draft_vocab_size")
         super().__post_init__()
         self.model_config(self.vocab_size)  # raises for sizes that make no model
         if self.sequence_length > self.max_length:
@@ -117,10 +123,11 @@ class TrainConfig(TrainSettings):
             )
         if not 0 <= self.long_fraction <= DECAY_SHARE:
             raise SettingError(f"long_fraction is {self.long_fraction}; it must lie in [0, 1/6].")
-        if self.teacher_states is not None and self.teacher is None:
-            raise SettingError(
-                "teacher_states was given without a teacher; leave it out, or give one."
-            )
+        for name in ("teacher_states", "draft_vocab_size"):
+            if getattr(self, name) is not None and self.teacher is None:
+                raise SettingError(
+                    f"{name} was given without a teacher; leave it out, or give one."
+                )
 
     @property
     def long_rows(self) -> int:
@@ -191,39 +198,47 @@ class LmLoss:
         self, params: PyTree, frozen: PyTree, batch: LmBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and the metrics `loss` and, with a teacher, `acceptance`."""
-        rows = batch.rows
-        logits = decoder.training_logits(self.model, params, rows.inputs, rows.segments)
+        model, rows = _over_rows(self.model, batch.rows)
+        logits = decoder.training_logits(model, params, rows.inputs, rows.segments)
         if self.teacher is None:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
         theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
-        loss, acceptance = distillation_loss(logits, theirs, rows.weights)
+        ids = self.model.draft_vocabulary
+        loss, acceptance = distillation_loss(logits, theirs, rows.weights, ids)
         return loss, {"loss": loss, "acceptance": acceptance}
 
 
 def distillation_loss(
-    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array
+    logits: jax.Array, teacher_logits: jax.Array, weights: jax.Array, ids: tuple[int, ...] = ()
 ) -> tuple[jax.Array, jax.Array]:
     """Loss against the teacher's distribution p and the acceptance rate, both means over `weights`
     `[B, T]`.
 
     The loss is half KL(p || q) and half the total variation distance, which is one minus the
     acceptance rate sum(min(p, q)) of rejection sampling (2211.17192, corollary 3.6; DistillSpec,
-    2310.08461).
+    2310.08461). Where `logits` are of a draft vocabulary, its `ids` and then all other tokens
+    together, both distributions are over these; the others are never accepted.
     """
     log_p = jax.nn.log_softmax(teacher_logits)
+    if ids:
+        log_p = log_p[..., jnp.array(ids)]
+        others = jnp.maximum(1 - jnp.sum(jnp.exp(log_p), axis=-1, keepdims=True), _LEAST)
+        log_p = jnp.concatenate([log_p, jnp.log(others)], axis=-1)
     log_q = jax.nn.log_softmax(logits)
     p = jnp.exp(log_p)
     divergence = weighted_mean(jnp.sum(p * (log_p - log_q), axis=-1), weights)
-    acceptance = weighted_mean(jnp.sum(jnp.minimum(p, jnp.exp(log_q)), axis=-1), weights)
+    shared = jnp.minimum(p, jnp.exp(log_q))[..., : len(ids) or None]
+    acceptance = weighted_mean(jnp.sum(shared, axis=-1), weights)
     return (divergence + 1 - acceptance) / 2, acceptance
 
 
 def held_out_loss(
     model: ModelConfig, params: PyTree, windows: np.ndarray, end_of_text: int
 ) -> float:
-    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any."""
+    """Mean loss in nats per token over windows `[num_rows, T + 1]`; NaN without any. To a draft
+    vocabulary, all other tokens are one."""
     sums = functools.partial(_LOSS_SUMS, model, params)
     loss, weight = data.add_up(sums, windows, end_of_text, 2)
     return loss / weight if weight else math.nan
@@ -258,8 +273,17 @@ def measure_acceptance(
     return {"sampled": sampled / count, "greedy": greedy / count, "num_tokens": int(num_tokens)}
 
 
+def _over_rows(model: ModelConfig, batch: data.Batch) -> tuple[ModelConfig, data.Batch]:
+    """Model and batch over the rows of the embedding, where these are fewer than the tokens."""
+    if not model.draft_vocabulary:
+        return model, batch
+    inputs, labels = (decoder.rows_of(model, ids) for ids in (batch.inputs, batch.labels))
+    return model.over_rows(), batch.replace(inputs=inputs, labels=labels)
+
+
 @functools.partial(jax.jit, static_argnums=0)
 def _loss_sums(model: ModelConfig, params: PyTree, batch: data.Batch) -> tuple[jax.Array, ...]:
+    model, batch = _over_rows(model, batch)
     logits = decoder.training_logits(model, params, batch.inputs, batch.segments)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, batch.labels)
     return jnp.sum(losses * batch.weights), jnp.sum(batch.weights)
@@ -299,16 +323,29 @@ class LmTask(Task):
     def __init__(self, settings: TrainConfig):
         super().__init__(settings)
         teacher = None if settings.teacher is None else load_teacher(settings.teacher)
-        self._domains = [data.Domain.parse(text) for text in settings.domains]
-        self._domains = self._domains or data.discover_domains(settings.corpora)
-        self._tokenizer, self._streams, self._held_out = _prepare(
-            settings, self._domains, None if teacher is None else teacher.tokenizer
-        )
+        if teacher is not None and teacher.config.draft_vocabulary:
+            raise ModelError(
+                f"The teacher {settings.teacher} is itself a draft model of "
+                f"{len(teacher.config.draft_vocabulary)} tokens; name the model that it drafts for."
+            )
+        if settings.corpora.is_file():
+            self._domains = [data.Domain(name="texts", source=settings.corpora.name)]
+            self._tokenizer, self._streams, self._held_out = _read_written(settings, teacher)
+        else:
+            self._domains = [data.Domain.parse(text) for text in settings.domains]
+            self._domains = self._domains or data.discover_domains(settings.corpora)
+            self._tokenizer, self._streams, self._held_out = _prepare(
+                settings, self._domains, None if teacher is None else teacher.tokenizer
+            )
         self._end_of_text = data.end_of_text_id(self._tokenizer)
         # A teacher's vocabulary may be padded beyond its tokenizer's.
         self._model = settings.model_config(
             self._tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
         )
+        if settings.draft_vocab_size is not None:
+            size = self._model.vocab_size
+            ids = data.most_frequent(self._streams, size, settings.draft_vocab_size)
+            self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
         self._teacher = teacher
         self.loss = LmLoss(self._model, None if teacher is None else teacher.config)
         self.frozen = () if teacher is None else teacher.params
@@ -360,7 +397,9 @@ class LmTask(Task):
         return {f"held_out/{name}": loss for name, loss in losses.items()}
 
     def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
-        """Writes the Hugging Face checkpoint."""
+        """Writes the Hugging Face checkpoint, and measures it on held-out texts."""
+        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
+        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
         settings = self.settings
         length = settings.max_length if settings.long_fraction else settings.sequence_length
         figures: dict[str, Any] = {
@@ -373,8 +412,6 @@ class LmTask(Task):
                 name: measure_acceptance(*pair, windows, self._end_of_text)
                 for name, windows in self._windows(length)
             }
-        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
-        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
         return figures
 
     def _plan_rows(self, num_steps: int, *, times: int, seed: tuple[int, ...]) -> data.Plan:
@@ -448,3 +485,32 @@ def _prepare(
         streams.append(data.write_tokens(stem.with_suffix(".train"), train_texts, tokenizer))
         held_out.append(data.write_tokens(stem.with_suffix(".held_out"), held_out_texts, tokenizer))
     return tokenizer, streams, held_out
+
+
+def _read_written(
+    settings: TrainConfig, teacher: Run | None
+) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
+    """What `_prepare` returns, from a file of texts that the teacher wrote. All their tokens are
+    trained on, and those that the teacher wrote are measured."""
+    path = settings.corpora
+    if teacher is None or settings.domains or settings.exclude:
+        given = "without the teacher that wrote them" if teacher is None else "with domains"
+        raise SettingError(
+            f"The file of texts {path} was given {given}; give --teacher and no domains, or a "
+            "directory of documents as corpora."
+        )
+    texts = read_texts(path)
+    digest = weights_digest(teacher.params)
+    check_writer(texts, path, target=str(settings.teacher), weights=digest)
+    settings.out.mkdir(parents=True, exist_ok=True)
+    end = data.end_of_text_id(teacher.tokenizer)
+
+    def stream(some: Sequence[Text], mark: int) -> np.ndarray:
+        """The texts one after another, with an end-of-text token after each; `mark` is added to the
+        prompts' ids."""
+        whole = ([*(token + mark for token in text.prompt), *text.output] for text in some)
+        ended = (ids if ids[-1] == end else [*ids, end] for ids in whole)
+        return np.fromiter(itertools.chain.from_iterable(ended), np.uint32)
+
+    training, held_out = held_out_part(texts.texts, path)
+    return teacher.tokenizer, [stream(training, 0)], [stream(held_out, int(data.GIVEN))]

@@ -65,6 +65,14 @@ def plan_branches(tokens: Sequence[int], *, step_tokens: int, warmup_steps: int)
     return branches
 
 
+def branch_after(num_steps: int, *, step_tokens: int) -> Branch:
+    """The shortest branch whose decay begins after so many steps."""
+    total = num_steps + 1
+    while _leaves_at(total) < num_steps:
+        total += 1
+    return Branch(tokens=total * step_tokens, leaves_at=num_steps, num_steps=total)
+
+
 def _leaves_at(num_steps: int) -> int:
     return num_steps - max(1, round(DECAY_SHARE * num_steps))
 

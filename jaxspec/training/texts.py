@@ -1,9 +1,9 @@
 """Texts that a target writes, for training drafters: `jaxspec train texts`.
 
 A file of texts is JSONL. Its first line is the header, which names the target and the digest of its
-weights; every other line is a `Text`, the beginning of a passage and the target's own continuation.
-The seed decides which passage begins which text, so the file is the same however often writing was
-interrupted.
+weights; every other line is a `Text`: a prompt and the target's own answer, or the beginning of a
+passage and its continuation. Prompts are answered in order, and the seed decides which passage
+begins which text, so the file is the same however often writing was interrupted.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ import xxhash
 
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.engine.engine import Engine
-from jaxspec.errors import CheckpointError, ModelError, SettingError
+from jaxspec.errors import CheckpointError, ModelError, PromptError, SettingError
 from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.prompts import encode_prompts, load_prompts
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import check_can_write, check_regular_file
@@ -47,6 +48,8 @@ _NUM_REQUESTS = 1024
 _PASSAGE = re.compile(r"\A(?=\S)|(?<=\n\n)(?=\S)")
 # Enough of a passage for the longest beginning, in ordinary text.
 _CHARACTERS_PER_TOKEN = 8
+# Without a file of held-out texts, each of so many texts is held out.
+_HELD_OUT_EVERY = 20
 
 Split: TypeAlias = Literal["train", "held-out"]
 OnText: TypeAlias = Callable[[int, int], None]
@@ -59,17 +62,22 @@ class TextsConfig:
     Attributes:
       target: the model that writes, as a name for `load_model`.
       corpora: directory with one directory per domain, each with JSONL files of lines `{"text":
-        ...}`.
+        ...}`, whose documents the target continues.
+      prompts: a file of prompts that it answers instead, each once, one per line: Spec-Bench
+        questions, plain text, or JSON objects with `prompt`, `prompt_token_ids` or `messages`. Of
+        what `jaxspec generate --output` wrote with this target, the answers are taken.
+      chat: take each text prompt as a user's message, and apply the chat template.
       out: the file to write; a file with texts of the same settings is continued.
-      tokens: total number of tokens that the target writes.
+      tokens: total number of tokens that the target writes, at most.
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
-      split: whether the texts begin with training documents or, for evaluation, with held-out ones.
+      split: whether the texts begin with training documents or, for evaluation, with held-out ones;
+        of prompts, whether they are to be trained on.
       temperature: the target's; 0 is greedy.
-      prompt_tokens: lengths of the shortest and the longest beginning in tokens; lengths between
-        the two are spread evenly on a log scale.
-      output_tokens: length of a continuation in tokens, unless the target ends it sooner.
+      prompt_tokens: lengths of the shortest and the longest beginning of a document in tokens;
+        lengths between the two are spread evenly on a log scale.
+      output_tokens: length of a continuation or answer in tokens, unless the target ends it sooner.
       batch_size: number of texts written at a time.
       drafter: as in `jaxspec generate --drafter`; it changes the speed, not the texts. Default: for
         `demo-target`, the draft model that comes with it; for other targets, none.
@@ -77,11 +85,13 @@ class TextsConfig:
     """
 
     target: str
-    corpora: pathlib.Path
     out: pathlib.Path
+    corpora: pathlib.Path | None = None
+    prompts: pathlib.Path | None = None
+    chat: bool = False
     tokens: int = 600_000
     domains: tuple[str, ...] = ()
-    exclude: tuple[str, ...] = ()
+    exclude: NoOption[tuple[str, ...]] = ()
     split: Split = "train"
     temperature: float = 0.0
     prompt_tokens: tuple[int, int] = (4, 96)
@@ -99,16 +109,28 @@ class TextsConfig:
         if not 0 <= self.seed < 2**31:
             raise SettingError(f"seed is {self.seed}; it must lie in [0, 2**31).")
         SamplingParams(temperature=self.temperature)  # raises now, before a file is begun
+        if (self.corpora is None) == (self.prompts is None):
+            given = "neither corpora nor prompts were" if self.prompts is None else "both were"
+            raise SettingError(
+                "Texts begin with documents (--corpora) or with prompts (--prompts), and "
+                f"{given} given; give one of them."
+            )
+        kind, misplaced = "prompts", ("domains", "exclude")
+        if self.prompts is None:
+            kind, misplaced = "documents", ("chat",)
+        if given := [name for name in misplaced if getattr(self, name)]:
+            raise SettingError(f"{given[0]} was given, and texts begin with {kind}; leave it out.")
 
 
 class Text(NamedTuple):
-    """A beginning, and what the target wrote after it.
+    """A beginning or prompt, and what the target wrote after it.
 
     Attributes:
-      domain: the domain of the corpus.
-      source: the document's source.
+      domain: the domain of the corpus; of a prompt its line's `domain` or `category`, or the name
+        of its file.
+      source: the document's source; of a prompt its line.
       prompt: token ids of the beginning.
-      output: token ids that the target wrote; none yet of a text that `make_prompts` begins.
+      output: token ids that the target wrote; none yet of a text that is only begun.
     """
 
     domain: str
@@ -155,11 +177,7 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
             f"The target {config.target} has no tokenizer, which the beginnings of texts need; "
             "name a model with one."
         )
-    domains = [data.Domain.parse(text) for text in config.domains]
-    domains = domains or data.discover_domains(config.corpora)
-    documents = {domain.name: _documents(config, domain) for domain in domains}
-    header = _header(config, target, documents)
-    prompts = make_prompts(config, domains, documents, target.tokenizer)
+    header, prompts = _begun(config, target)
     try:
         config.out.parent.mkdir(parents=True, exist_ok=True)
         with only_writer(config.out.resolve()):
@@ -171,7 +189,8 @@ def write_texts(config: TextsConfig, *, on_text: OnText | None = None) -> dict[s
                 contextlib.closing(_written(config, target, prompts, len(done))) as texts,
             ):
                 while num_tokens < config.tokens:
-                    text = next(texts)
+                    if (text := next(texts, None)) is None:
+                        break  # every prompt has its answer
                     file.write(json_text(text._asdict(), separators=(",", ":")) + "\n")
                     file.flush()
                     done.append(text)
@@ -230,6 +249,21 @@ def read_texts(path: pathlib.Path) -> Texts:
     return Texts(header=header, texts=texts)
 
 
+def held_out_part(texts: Sequence[Text], path: pathlib.Path) -> tuple[list[Text], list[Text]]:
+    """The texts in a file to train on, and those to measure on: every twentieth.
+
+    Raises:
+      ModelError: there is only one.
+    """
+    training = [text for place, text in enumerate(texts) if place % _HELD_OUT_EVERY]
+    if not training:
+        raise ModelError(
+            f"There is one text in {path}, which leaves none to measure on; write more of them, "
+            "or give held_out."
+        )
+    return training, list(texts[::_HELD_OUT_EVERY])
+
+
 def check_writer(texts: Texts, path: pathlib.Path, *, target: str, weights: str) -> None:
     """Raises `ModelError` unless the weights with this digest wrote the texts in `path`."""
     if texts.header.get("weights") != weights:
@@ -283,6 +317,7 @@ def _passages(
 
 def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
     """The documents of one split, none of which is in the other."""
+    assert config.corpora is not None
     train, held_out = data.read_documents(domain, config.corpora, config.exclude)
     chosen, other = (train, held_out) if config.split == "train" else (held_out, train)
     others = set(other)
@@ -295,29 +330,56 @@ def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
     return own
 
 
-def _header(
-    config: TextsConfig,
-    target: LanguageModel,
-    documents: Mapping[str, Sequence[data.Document]],
-) -> dict[str, Any]:
-    """The first line: who wrote the texts, and everything that decides their content."""
-    digest = xxhash.xxh3_128()
-    for document in itertools.chain.from_iterable(documents.values()):
-        digest.update(f"{document.source}\0{document.text}\0".encode())
-    return {
+def _begun(config: TextsConfig, target: LanguageModel) -> tuple[dict[str, Any], Iterator[Text]]:
+    """The first line of the file, with who writes the texts and everything that decides their
+    content; and the texts that are begun."""
+    assert target.tokenizer is not None
+    header = {
         "kind": KIND,
         "target": target.name,
         "weights": weights_digest(target.params),
         "vocab_size": target.vocab_size,
         "temperature": config.temperature,
         "split": config.split,
+        "output_tokens": config.output_tokens,
+        "seed": config.seed,
+    }
+    if config.corpora is None:
+        texts = _read_prompts(config, target)
+        digest = xxhash.xxh3_128(json.dumps(texts).encode())
+        return header | {"prompts": digest.hexdigest()}, iter(texts)
+    domains = [data.Domain.parse(text) for text in config.domains]
+    domains = domains or data.discover_domains(config.corpora)
+    documents = {domain.name: _documents(config, domain) for domain in domains}
+    digest = xxhash.xxh3_128()
+    for document in itertools.chain.from_iterable(documents.values()):
+        digest.update(f"{document.source}\0{document.text}\0".encode())
+    header |= {
         "domains": list(config.domains),
         "documents": digest.hexdigest(),
         "min_prompt_tokens": config.prompt_tokens[0],
         "max_prompt_tokens": config.prompt_tokens[1],
-        "output_tokens": config.output_tokens,
-        "seed": config.seed,
     }
+    return header, make_prompts(config, domains, documents, target.tokenizer)
+
+
+def _read_prompts(config: TextsConfig, target: LanguageModel) -> list[Text]:
+    """The prompts of a file, and the answers of those that `jaxspec generate` wrote there."""
+    assert config.prompts is not None
+    lines, _ = load_prompts(config.prompts)
+    texts = []
+    for line, prompt in zip(lines, encode_prompts(lines, target, is_chat=config.chat), strict=True):
+        domain = line.fields.get("domain", line.fields.get("category", config.prompts.stem))
+        answer = line.fields.get("token_ids", [])
+        source = f"{config.prompts.name}:{line.number}"
+        fields = {"domain": str(domain), "source": source, "prompt": list(prompt), "output": answer}
+        if (text := _text(fields, target.vocab_size)) is None:
+            raise PromptError(
+                f"{line.name} has an answer that is not made of the {target.vocab_size} tokens of "
+                f"{config.target}; give what this target wrote, or prompts without answers."
+            )
+        texts.append(text)
+    return texts
 
 
 def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
@@ -343,27 +405,40 @@ def _continued(path: pathlib.Path, header: dict[str, Any]) -> list[Text]:
 def _written(
     config: TextsConfig, target: LanguageModel, prompts: Iterator[Text], num_done: int
 ) -> Generator[Text, None, None]:
-    """An endless sequence of texts, starting after the first `num_done` prompts."""
+    """The texts that are begun, after the first `num_done`, whole."""
     drafter = config.drafter or ("demo-draft" if config.target == "demo-target" else "none")
-    longest = config.prompt_tokens[1] + config.output_tokens
+    longest = config.prompt_tokens[1]
+    if config.prompts is not None:
+        begun = list(prompts)
+        longest = max(len(text.prompt) for text in begun)
+        if all(text.output for text in begun):  # nothing is left to write
+            yield from begun[num_done:]
+            return
+        prompts = iter(begun)
+    longest += config.output_tokens
     engine = Engine(target, drafter, batch_size=config.batch_size, max_length=longest + 32)
     numbered = itertools.islice(enumerate(prompts), num_done, None)
     while chunk := list(itertools.islice(numbered, _NUM_REQUESTS)):
+        asked = [(number, text) for number, text in chunk if not text.output]
         requests = make_requests(
-            [text.prompt for _, text in chunk],
+            [text.prompt for _, text in asked],
             [
                 SamplingParams(
                     max_tokens=config.output_tokens,
                     temperature=config.temperature,
                     seed=(config.seed << 32) + number,
                 )
-                for number, _ in chunk
+                for number, _ in asked
             ],
             target,
             longest=engine.longest_prompt,
         )
         with contextlib.closing(engine.run(requests)) as completions:
-            for (number, text), completion in zip(chunk, completions, strict=True):
+            for number, text in chunk:
+                if text.output:
+                    yield text
+                    continue
+                completion = next(completions)
                 if completion.finish_reason == "abort":
                     raise ModelError(
                         f"Text {number} of {config.target} ended by itself "

@@ -7,7 +7,8 @@ checkpoints (`training.checkpoints`), resuming, the log and the result.
 A run's directory holds `checkpoints/`, `log.jsonl` and, at its end, `result.json` and what the task
 exports. A run with branches has such a directory in `branches/TOKENS` for each of them, equal to
 the bit to that of a run with this branch alone. A run that was interrupted and resumed ends with
-the same parameters, to the bit, as one that was not.
+the same parameters, to the bit, as one that was not. A signal is answered after the step in
+progress, with a checkpoint.
 """
 
 from __future__ import annotations
@@ -38,9 +39,10 @@ from jaxspec.runtime.documents import json_text
 from jaxspec.runtime.files import is_file
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.options import LARGEST_COUNT, LARGEST_NUMBER, check_between
+from jaxspec.runtime.signals import postponed
 from jaxspec.training import checkpoints
 from jaxspec.training.checkpoints import TrainState
-from jaxspec.training.schedule import Branch, plan_branches, rate_at
+from jaxspec.training.schedule import DECAY_SHARE, Branch, branch_after, plan_branches, rate_at
 from jaxspec.types import PyTree
 
 LOG = "log.jsonl"
@@ -68,6 +70,8 @@ class TrainSettings:
       out: directory of the run, for checkpoints, log, result and what was trained.
       tokens: number of training tokens. Several, in increasing order, make a run with branches,
         which exports what was trained after each; a finished one may be resumed with further ones.
+      minutes: end the run after so many minutes, those before a `resume` included, if it has not
+        taken all `tokens` by then. It takes the warm-up at least, and measures after its end.
       batch_tokens: tokens per step.
       sequence_length: tokens per row.
       learning_rate: the peak, reached after `warmup_steps`; the last sixth of the steps lowers it
@@ -83,12 +87,14 @@ class TrainSettings:
     FREE: ClassVar[tuple[str, ...]] = (
         "out",
         "tokens",
+        "minutes",
         "resume",
         "checkpoint_every",
     )
 
     out: pathlib.Path
     tokens: Tokens = 1_000_000
+    minutes: float | None = None
     batch_tokens: int = 2048
     sequence_length: int = 512
     learning_rate: float = 1e-3
@@ -101,6 +107,13 @@ class TrainSettings:
         check_positive(self, "batch_tokens", "sequence_length", "checkpoint_every")
         check_between("learning_rate", self.learning_rate, 0, LARGEST_RATE, excludes_least=True)
         check_between("seed", self.seed, 0, LARGEST_NUMBER)
+        if self.minutes is not None:
+            check_between("minutes", self.minutes, 0, LARGEST_NUMBER, excludes_least=True)
+            if self.has_branches:
+                raise SettingError(
+                    f"minutes is {self.minutes:g}, and tokens is {self.tokens}, which says where "
+                    "each branch ends; leave minutes out, or give one number of tokens."
+                )
         self.ends()  # raises now, before a model or a text is read
 
     @property
@@ -177,7 +190,8 @@ class Task(abc.ABC):
 
         Args:
           index: from 0.
-          end: where the run ends; None on the trunk of a run with branches.
+          end: where the run ends; None where that is not known yet: on the trunk of a run with
+            branches, and before the decay of one with `minutes`.
         """
 
     @abc.abstractmethod
@@ -198,7 +212,8 @@ def train(make_task: type[Task], settings: Any, *, on_step: OnStep | None = None
       on_step: called after every step with the number of steps taken and the step's metrics.
 
     Returns:
-      `steps`, `tokens`, `train_loss`, `num_params`, what the task's `export` returns, and `wall_s`.
+      `steps`, `tokens`, `train_loss`, `num_params`, what the task's `export` returns, and `wall_s`,
+      to which what the run took before it was resumed is added, up to its last checkpoint.
       With branches: `branches`, the same for every branch by its tokens, `steps` and `tokens` of
       the trunk and branches together, and `wall_s`.
 
@@ -218,8 +233,8 @@ def train(make_task: type[Task], settings: Any, *, on_step: OnStep | None = None
                     f"{product} exists, and what is trained would be written there; name another "
                     "directory or move it."
                 )
-        start_s = time.perf_counter()
-        run = _Run(make_task(settings), on_step)
+        start_s = time.perf_counter() - _spent_s(settings)
+        run = _Run(make_task(settings), on_step, start_s)
         result = run.grow() if settings.has_branches else run.finish(settings.ends()[0])
         result["wall_s"] = time.perf_counter() - start_s
         write_result(settings.out, result)
@@ -227,19 +242,21 @@ def train(make_task: type[Task], settings: Any, *, on_step: OnStep | None = None
 
 
 class _Run:
-    """A run of a task, from what its directory holds to its end."""
+    """A run of a task, from what its directory holds to its end. It began at `start_s`, or so long
+    before this process as earlier ones took."""
 
-    def __init__(self, task: Task, on_step: OnStep | None):
+    def __init__(self, task: Task, on_step: OnStep | None, start_s: float):
         self._task, self._settings, self._on_step = task, task.settings, on_step
+        self._start_s = start_s
         self._step = Program(train_step, "the training step", shapes_vary=True)
 
     def finish(self, end: Branch) -> dict[str, Any]:
-        """The result of the run that ends there."""
+        """The result of the run that ends there, or earlier if its minutes are over."""
         out = self._settings.directory(end)
-        state, metrics = self._advance(out, end.num_steps, end)
+        state, num_steps, metrics = self._advance(out, end.num_steps, end)
         return {
-            "steps": end.num_steps,
-            "tokens": end.num_steps * self._settings.step_tokens,
+            "steps": num_steps,
+            "tokens": num_steps * self._settings.step_tokens,
             "train_loss": metrics["loss"],
             "num_params": sum(leaf.size for leaf in jax.tree.leaves(state.params)),
             **self._task.export(state.params, out),
@@ -259,8 +276,7 @@ class _Run:
                         f"{end.tokens} tokens leaves it after {end.leaves_at}; add later branches, "
                         "or train this one in another directory."
                     )
-                state, metrics = self._advance(settings.out, end.leaves_at, None)
-                num_done = end.leaves_at
+                state, num_done, metrics = self._advance(settings.out, end.leaves_at, None)
                 self._save(out, state, num_done, end, metrics)
             if not is_file(out / RESULT):
                 start_s = time.perf_counter()
@@ -273,40 +289,68 @@ class _Run:
 
     def _advance(
         self, out: pathlib.Path, num_steps: int, end: Branch | None
-    ) -> tuple[TrainState, dict[str, float]]:
+    ) -> tuple[TrainState, int, dict[str, float]]:
         """Takes the run in `out` to a number of steps, writing checkpoints and log on the way;
-        returns the state and the last step's metrics."""
-        task, settings = self._task, self._settings
-        state, num_done, metrics = self._state(out, end)
-        if num_done > num_steps:
+        returns the state, the number of steps, and the last one's metrics."""
+        task, settings, latest = self._task, self._settings, end
+        state, num_done, metrics, end = self._state(out, end)
+        if end is not None:
+            num_steps = end.num_steps
+        if num_done > (num_steps if end or latest is None else latest.leaves_at):
             raise CheckpointError(
                 f"The checkpoint in {out} is of step {num_done}, and the run ends after step "
                 f"{num_steps}; it is of another run, so train again."
             )
         how = {"loss": task.loss, "optimizer": task.optimizer}
         peak, warmup_steps = settings.learning_rate, settings.warmup_steps
-        with _progress(out, settings.step_tokens, first=num_done, last=num_steps) as report:
-            for index in range(num_done, num_steps):
-                rate = rate_at(index, learning_rate=peak, warmup_steps=warmup_steps, branch=end)
-                batch = task.batch(index, end)
-                state, found = self._step(state, task.frozen, batch, np.float32(rate), **how)
-                num_done = index + 1
-                metrics = {name: float(value) for name, value in found.items()}
-                _check_finite(metrics["loss"], num_done, settings.learning_rate)
-                if num_done % settings.checkpoint_every == 0 or num_done == num_steps:
-                    self._save(out, state, num_done, end, metrics)
-                    if num_done < num_steps:
-                        metrics |= task.evaluate(state.params)
-                report(num_done, metrics)
-                if self._on_step is not None:
-                    self._on_step(num_done, metrics)
-        return state, metrics
+
+        def save() -> None:
+            if checkpoints.latest_step(out) != num_done:
+                self._save(out, state, num_done, end, metrics)
+
+        # A signal waits for the steps after the first, which has been compiled then.
+        protected = contextlib.nullcontext()
+        with _progress(out, settings.step_tokens, first=num_done) as report:
+            while num_done < num_steps:
+                if end is None and latest is not None and self._must_end(num_done, latest):
+                    end = latest
+                    if num_done < latest.leaves_at:
+                        end = branch_after(num_done, step_tokens=settings.step_tokens)
+                    num_steps = end.num_steps
+                with protected:
+                    rate = rate_at(
+                        num_done, learning_rate=peak, warmup_steps=warmup_steps, branch=end
+                    )
+                    batch = task.batch(num_done, end)
+                    state, found = self._step(state, task.frozen, batch, np.float32(rate), **how)
+                    num_done += 1
+                    metrics = {name: float(value) for name, value in found.items()}
+                    _check_finite(metrics["loss"], num_done, settings.learning_rate)
+                    is_last = num_done == num_steps
+                    if num_done % settings.checkpoint_every == 0 or is_last:
+                        save()
+                        if not is_last:
+                            metrics |= task.evaluate(state.params)
+                    is_open = end is None and latest is not None
+                    report(num_done, None if is_open else num_steps, metrics)
+                    if self._on_step is not None:
+                        self._on_step(num_done, metrics)
+                protected = postponed(save)
+        return state, num_done, metrics
+
+    def _must_end(self, num_done: int, latest: Branch) -> bool:
+        """Whether the decay begins now in a run with `minutes`, of which it gets its share."""
+        assert self._settings.minutes is not None
+        spent_s = time.perf_counter() - self._start_s
+        is_over = spent_s >= (1 - DECAY_SHARE) * 60 * self._settings.minutes
+        is_warm = num_done >= max(1, self._settings.warmup_steps)
+        return num_done == latest.leaves_at or (is_over and is_warm)
 
     def _state(
         self, out: pathlib.Path, end: Branch | None
-    ) -> tuple[TrainState, int, dict[str, float]]:
+    ) -> tuple[TrainState, int, dict[str, float], Branch | None]:
         """The state in a run's directory or, in a new one, the first; the number of steps taken;
-        and the last one's metrics."""
+        the last one's metrics; and where the run ends, None if that is not known yet."""
 
         def init(frozen: PyTree) -> TrainState:
             params = self._task.init_params(jax.random.key(self._settings.seed), frozen)
@@ -319,19 +363,20 @@ class _Run:
         if found is None:
             out.mkdir(parents=True, exist_ok=True)
             first = Program(jax.jit(init), "the initial weights")
-            return first(frozen), 0, {"loss": math.nan}
-        step, about = found
+            return first(frozen), 0, {}, None if self._settings.minutes is not None else end
+        step, about, end = found
         template = jax.eval_shape(init, frozen)
         state = TrainState(
             params=checkpoints.read_arrays(out, step, about, "params", template.params),
             optimizer=checkpoints.read_arrays(out, step, about, "optimizer", template.optimizer),
         )
-        return state, step, about["metrics"]
+        return state, step, about["metrics"], end
 
     def _checkpoint(
         self, out: pathlib.Path, end: Branch | None
-    ) -> tuple[int, dict[str, Any]] | None:
-        """What `checkpoints.read_about` says of a run's directory; None if there is no checkpoint.
+    ) -> tuple[int, dict[str, Any], Branch | None] | None:
+        """What `checkpoints.read_about` says of a run's directory, and where the run ends; None if
+        there is no checkpoint.
 
         Raises:
           CheckpointError: it is of another run, or damaged.
@@ -339,8 +384,14 @@ class _Run:
         if checkpoints.latest_step(out) is None:
             return None
         step, about = checkpoints.read_about(out)
-        check_fingerprint(out, about, _fingerprint(self._task.fingerprint, end))
-        return step, about
+        fingerprint = _fingerprint(self._task.fingerprint, end)
+        if self._settings.minutes is not None:  # the run ends where the checkpoint's decay does
+            end, fingerprint = None, self._task.fingerprint
+            if (tokens := about["fingerprint"].get("tokens")) is not None:
+                [chosen] = dataclasses.replace(self._settings, tokens=tokens, minutes=None).ends()
+                end = chosen if step > chosen.leaves_at else None
+        check_fingerprint(out, about, fingerprint)
+        return step, about, end
 
     def _save(
         self,
@@ -352,6 +403,7 @@ class _Run:
     ) -> None:
         fingerprint = _fingerprint(self._task.fingerprint, end)
         about = {**self._task.about, "fingerprint": fingerprint, "metrics": metrics}
+        about["wall_s"] = time.perf_counter() - self._start_s
         checkpoints.save(out, state, step, about)
 
 
@@ -528,10 +580,20 @@ def json_object(text: str | bytes) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
+def _spent_s(settings: TrainSettings) -> float:
+    """The seconds that a run had taken at its last checkpoint; 0 for a new one."""
+    places = [settings.out, *(settings.directory(end) for end in settings.ends())]
+    found = [place for place in places if checkpoints.latest_step(place) is not None]
+    return max((checkpoints.read_about(each)[1].get("wall_s", 0.0) for each in found), default=0.0)
+
+
 @contextlib.contextmanager
-def _progress(out: pathlib.Path, step_tokens: int, *, first: int, last: int) -> Iterator[OnStep]:
-    """A progress bar, a line every so many steps, and the same figures in `log.jsonl`: the function
-    that it yields takes the number of steps done and their metrics."""
+def _progress(
+    out: pathlib.Path, step_tokens: int, *, first: int
+) -> Iterator[Callable[[int, int | None, dict[str, float]], None]]:
+    """A progress bar on a terminal, a line every so many steps, and the same figures in
+    `log.jsonl`, of which lines of steps after the `first` are dropped: the function that it yields
+    takes the number of steps done, that of all steps if it is known, and the step's metrics."""
     columns = (
         rich.progress.TextColumn("step"),
         rich.progress.MofNCompleteColumn(),
@@ -539,17 +601,22 @@ def _progress(out: pathlib.Path, step_tokens: int, *, first: int, last: int) -> 
         rich.progress.TextColumn("{task.fields[status]}"),
         rich.progress.TimeRemainingColumn(),
     )
+    lines = (out / LOG).read_bytes().splitlines(keepends=True) if is_file(out / LOG) else []
+    steps = [(json_object(line) or {}).get("step", math.inf) for line in lines]
+    kept = [line for line, step in zip(lines, steps, strict=True) if step <= first]
+    write_atomically(out / LOG, b"".join(kept))
     logged, since_s = first, time.perf_counter()
+    console = Console(stderr=True)
     with (
-        rich.progress.Progress(*columns, console=Console(stderr=True)) as bar,
+        rich.progress.Progress(*columns, console=console, disable=not console.is_terminal) as bar,
         (out / LOG).open("a", encoding="utf-8") as log,
     ):
-        task = bar.add_task("train", total=last, completed=first, status="")
+        task = bar.add_task("train", total=None, completed=first, status="")
 
-        def report(num_done: int, metrics: dict[str, float]) -> None:
+        def report(num_done: int, num_steps: int | None, metrics: dict[str, float]) -> None:
             nonlocal logged, since_s
-            bar.update(task, completed=num_done)
-            if num_done % _LOG_EVERY and num_done != last:
+            bar.update(task, completed=num_done, total=num_steps)
+            if num_done % _LOG_EVERY and num_done != num_steps:
                 return
             now_s = time.perf_counter()
             rate = (num_done - logged) * step_tokens / (now_s - since_s)
@@ -557,7 +624,8 @@ def _progress(out: pathlib.Path, step_tokens: int, *, first: int, last: int) -> 
             logged, since_s = num_done, now_s
             status = "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
             bar.update(task, status=status)
-            bar.console.print(f"step {num_done}/{last}  {status}", soft_wrap=True)
+            step = f"step {num_done}" if num_steps is None else f"step {num_done}/{num_steps}"
+            console.print(f"{step}  {status}", soft_wrap=True, highlight=False)
             log.write(json_text({"step": num_done, **figures}) + "\n")
             log.flush()
 

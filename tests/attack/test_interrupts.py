@@ -30,7 +30,10 @@ STEP_S = 0.02  # of the sweep
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 NUM_PROMPTS = 6
 # What commands say before they are interrupted.
-SAYS = ("compiling ", "compiled ", "weights ", "/new starts", "step ", "using ")
+SAYS = (
+    "compiling ", "compiled ", "weights ", "/new starts", "step ", "using ", "finishing this step",
+    "to go on: ",
+)  # fmt: skip
 
 # A program that runs a command and sends itself a signal when a function is first called: after a
 # delay, or at once, where the function then makes another error of whatever is raised in it.

@@ -74,6 +74,7 @@ SHORTENED = {
     "jaxspec train lm --corpora DIRECTORY --out runs/lm": LM,
     "jaxspec train lm --corpora DIRECTORY --out runs/draft": LM,
     "jaxspec train lm --corpora DIRECTORY --out runs/trunk": f"{LM} {BRANCHES}",
+    "jaxspec train lm --teacher MODEL --corpora texts.jsonl": LM,
     "jaxspec train texts": "--tokens 6000",
     "jaxspec train heads --kind clover --target MODEL --texts texts.jsonl --out CURVE": BRANCHES,
     "jaxspec train heads --kind clover --target demo-target --texts demo.jsonl --held-out "
@@ -168,6 +169,8 @@ def makings(tmp_path_factory) -> pathlib.Path:
     (root / "question.jsonl").write_text(lines)
     (root / "FILE").write_text("Once upon a time\nTwo and two make\n")
     (root / "prompts.txt").write_text("Once upon a time\nTwo and two make\n")
+    questions = (f"How many hares did the fox number {n} meet?\n" for n in range(24))
+    (root / "questions.txt").write_text("".join(questions))
     for domain in ("tales", "sums"):
         (root / "DIRECTORY" / domain).mkdir(parents=True)
         texts = (f"In the {domain} of number {n} a fox met {n + 1} hares. " * 12 for n in range(60))

@@ -53,6 +53,8 @@ VERIFIERS = {
     "rejection, trees": jaxspec.Rejection(),
     "rejection, deterministic trees": jaxspec.Rejection(),
     "coupled, trees": jaxspec.Coupled(),
+    "rejection, draft vocabulary": jaxspec.Rejection(),
+    "block, draft vocabulary": jaxspec.Block(),
 }
 TREE = (-1, -1, 0, 0, 1, 2)
 
@@ -145,7 +147,8 @@ def engine_for(target, drafter, verifier):
     )
 
 
-SLOW = ("rejection, deterministic trees", "coupled, trees")  # also tested without an engine
+# The first two are also tested without an engine.
+SLOW = ("rejection, deterministic trees", "coupled, trees", "block, draft vocabulary")
 
 
 @pytest.mark.parametrize(
@@ -156,6 +159,8 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     if "trees" in name:
         table = np.random.default_rng(5).normal(scale=1.5, size=(SIZE, SIZE))
         drafter = toy.SampledTree(TREE, jnp.asarray(table, jnp.float32))
+    if "vocabulary" in name:  # most of the target's tokens are never drafted
+        drafter = jaxspec.DraftModel(toy.model(seed=1, **SMALL, draft_vocabulary=(1, 3, 4, 8)))
     if "deterministic trees" in name:
         drafter = Likeliest(TREE, drafter.params)
     elif "deterministic" in name:

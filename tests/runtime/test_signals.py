@@ -17,7 +17,7 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 HELPERS = """
 import hashlib, os, pathlib, signal, sys, threading, time
 from jaxspec.runtime import signals
-from jaxspec.runtime.signals import called_at_end, uninterrupted
+from jaxspec.runtime.signals import advising, called_at_end, postponed, uninterrupted
 
 def send():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -44,6 +44,7 @@ raise ImportError("too late")
 IN_PYTHON = "time.sleep(100)"
 IN_COMPILED_CODE = "hashlib.pbkdf2_hmac('sha256', b'', b'', 10**9)"  # no handler runs meanwhile
 INTERRUPTED = (143, "", "interrupted\n")
+FINISHING = "finishing this step first; interrupt again to end at once\n"
 
 
 def command(code: str, directory: pathlib.Path, *args: object) -> list[str]:
@@ -269,6 +270,27 @@ exit_with(work)
     left = {path.name for path in tmp_path.iterdir()}
     assert left >= {"finished", "left"}
     assert "begun" not in left
+
+
+@pytest.mark.parametrize("num_sent", [1, 2])
+def test_a_postponed_signal_ends_the_process_after_the_block_and_a_second_at_once(
+    num_sent, tmp_path
+):
+    code = f"""
+def work():
+    with advising(lambda: "to go on: run again"), postponed(pathlib.Path("saved").touch):
+        for _ in range({num_sent}):
+            send()
+        pathlib.Path("worked").touch()
+    pathlib.Path("went on").touch()
+
+exit_with(work)
+"""
+    said = f"{FINISHING}to go on: run again\ninterrupted\n"
+    assert run(code, tmp_path) == (143, "", said)
+    for name in ("worked", "saved"):
+        assert (tmp_path / name).exists() == (num_sent == 1)
+    assert not (tmp_path / "went on").exists()
 
 
 def test_the_last_that_was_made_is_removed_first_whatever_the_others_raise(tmp_path):

@@ -8,13 +8,21 @@ import json
 
 import pytest
 import tiny
+from written import write_texts as write_known_texts
 
 from jaxspec.checkpoint.format import weights_digest
-from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.engine.engine import Engine
+from jaxspec.errors import (
+    CheckpointError,
+    JaxspecError,
+    ModelError,
+    PromptError,
+    SettingError,
+)
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.training import data
+from jaxspec.training import data, lm
 from jaxspec.training.texts import Texts, TextsConfig, make_prompts, read_texts, write_texts
 
 
@@ -87,8 +95,6 @@ def test_the_file_says_who_wrote_it_and_holds_whole_texts(written, target):
 
 
 def test_outputs_are_the_targets_own(written, target):
-    from jaxspec.engine.engine import Engine
-
     engine = Engine(load_model(target), batch_size=1, max_length=128)
     for text in read_texts(written[0]).texts[:3]:
         [done] = engine.generate([text.prompt], SamplingParams(max_tokens=10))
@@ -155,6 +161,101 @@ def test_a_header_that_was_cut_off_is_written_again(written, target, corpora, tm
     assert out.read_bytes() == written[0].read_bytes()
 
 
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory):
+    """Prompts in three forms, of which one has its answer, as `jaxspec generate --output` writes
+    them."""
+    path = tmp_path_factory.mktemp("prompts") / "questions.jsonl"
+    lines = [
+        {"question_id": 1, "category": "maths", "turns": ["Two and two?", "And three?"]},
+        {"prompt": "Why?", "domain": "tales"},
+        {"prompt_token_ids": [0, 9, 8], "token_ids": [7, 7], "finish_reason": "length"},
+        {"messages": [{"role": "user", "content": "Where?"}]},
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def of_prompts(out, target, prompts, **overrides):
+    settings = {"tokens": 1000, "output_tokens": 10, "batch_size": 2, "prompts": prompts}
+    return config(out, target, None, **(settings | overrides))
+
+
+def test_prompts_are_answered_in_order(target, prompts, tmp_path):
+    """Each once, as a chat or as they stand, and again where the file was cut off."""
+    tokenizer, engine = tiny.tokenizer(), Engine(load_model(target), batch_size=1, max_length=128)
+    for is_chat in (True, False):
+        chat = of_prompts(tmp_path / f"{is_chat}.jsonl", target, prompts, chat=is_chat)
+        result, texts = write_texts(chat), read_texts(chat.out).texts
+        assert (result["texts"], result["tokens"]) == (4, sum(len(text.output) for text in texts))
+        assert [text.domain for text in texts] == ["maths", "tales", "questions", "questions"]
+        assert [text.source for text in texts] == [f"questions.jsonl:{n}" for n in (1, 2, 3, 4)]
+        question = [{"role": "user", "content": "Two and two?"}]
+        encoded = tokenizer.encode_chat(question), tokenizer.encode("Two and two?")
+        assert texts[0].prompt == list(encoded[0 if is_chat else 1])
+        assert (texts[2].prompt, texts[2].output) == ([0, 9, 8], [7, 7])
+        for text in (texts[0], texts[1], texts[3]):
+            [done] = engine.generate([text.prompt], SamplingParams(max_tokens=10))
+            assert list(done.token_ids) == text.output
+        whole = chat.out.read_bytes()
+        chat.out.write_bytes(whole[: whole.rindex(b"{") + 5])
+        write_texts(chat)
+        assert chat.out.read_bytes() == whole
+    few = of_prompts(tmp_path / "few.jsonl", target, prompts, tokens=3)
+    assert write_texts(few)["texts"] == 1
+
+
+def test_answers_that_are_there_are_taken_without_an_engine(target, tmp_path, monkeypatch):
+    answers = tmp_path / "answers.jsonl"
+    line = {"prompt_token_ids": [0, 5], "token_ids": [6, 1], "category": "maths", "seed": 3}
+    answers.write_text(f"{json.dumps(line)}\n" * 3)
+    monkeypatch.setattr("jaxspec.training.texts.Engine", None)
+    given = of_prompts(tmp_path / "texts.jsonl", target, answers)
+    assert write_texts(given)["texts"] == 3
+    assert {(t.domain, *t.prompt, *t.output) for t in read_texts(given.out).texts} == {
+        ("maths", 0, 5, 6, 1)
+    }
+    for bad in ([6, tiny.VOCAB], [6, -1], "6", [6, 1.0]):
+        answers.write_text(json.dumps(line | {"token_ids": bad}) + "\n")
+        with pytest.raises(PromptError, match="Line 1 of the prompt file has an answer that is no"):
+            write_texts(of_prompts(tmp_path / "bad.jsonl", target, answers))
+
+
+def test_a_draft_model_learns_from_texts(target, tmp_path):
+    """The texts' tokens are learned as they stand, an end of text between them, and every twentieth
+    is measured on."""
+    texts = write_known_texts(tmp_path / "texts.jsonl", target, num_texts=120)
+    settings = lm.TrainConfig(
+        out=tmp_path / "run", corpora=texts, teacher=target, tokens=2048, batch_tokens=128,
+        sequence_length=32, max_length=64, width=16, feed_forward_width=16, num_layers=1,
+        warmup_steps=2, learning_rate=1e-2, evaluate_tokens=64,
+    )  # fmt: skip
+    task = lm.LmTask(settings)
+    whole = [[*text.prompt, *text.output, tiny.EOS] for text in read_texts(texts).texts]
+    training = [token for place, ids in enumerate(whole) if place % 20 for token in ids]
+    rows = task.batch(3, None).rows
+    for row, labels in zip(rows.inputs.tolist(), rows.labels.tolist(), strict=True):
+        assert any(training[at : at + 33] == [*row, labels[-1]] for at in range(len(training)))
+    assert rows.weights.tolist() == (rows.inputs != tiny.EOS).astype(float).tolist()
+    # What is measured is what the target wrote after prompts of six tokens.
+    windows = task._held_out[0][: 6 * 19].reshape(6, 19)
+    held_out = data.pack(windows, tiny.EOS)
+    assert held_out.inputs.tolist() == [ids[:-1] for ids in whole[::20]]
+    assert held_out.weights.tolist() == [[0.0] * 5 + [1.0] * 13] * 6
+    losses = []
+    result = lm.train_lm(settings, on_step=lambda _, metrics: losses.append(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    assert result["acceptance"]["texts"]["num_tokens"] > 0
+    other = str(tiny.save(tmp_path, "other", seed=1, text=tiny.tokenizer()))
+    for error, words, changes in (
+        (ModelError, "whose weights are not those of", {"teacher": other}),
+        (SettingError, "without the teacher that wrote them; give --teacher", {"teacher": None}),
+        (SettingError, "was given with domains", {"domains": ("tales",)}),
+    ):
+        with pytest.raises(error, match=words):
+            lm.LmTask(dataclasses.replace(settings, **changes))
+
+
 def test_digests_tell_weights_and_nothing_else(target):
     model = load_model(target, kernels="xla")
     plain = unpacked(model.params)
@@ -197,6 +298,14 @@ def test_mistakes_are_named(written, target, corpora, tmp_path):
         (SettingError, "prompt_tokens .4, 2. was given", lambda: write(prompt_tokens=(4, 2))),
         (SettingError, "seed is -1", lambda: write(seed=-1)),
         (SettingError, "temperature -1", lambda: write(temperature=-1)),
+        (SettingError, "both were given; give one", lambda: write(prompts=tmp_path / "x")),
+        (SettingError, "neither corpora nor prompts", lambda: config(tmp_path, target, None)),
+        (
+            SettingError,
+            "domains was given, and texts begin with prompts",
+            lambda: of_prompts(tmp_path, target, tmp_path, domains=("a",)),
+        ),
+        (SettingError, "chat was given, and texts begin with documents", lambda: write(chat=True)),
         (SettingError, "in both splits", lambda: beginnings_of_both()),
         (CheckpointError, "another seed", lambda: write(seed=1)),
         (CheckpointError, "another output_tokens", lambda: write(output_tokens=11)),

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import pathlib
+import re
 import resource
 import shutil
+import subprocess
+import sys
+import types
 from typing import Any
 
 import jax
@@ -158,6 +163,112 @@ def test_a_resumed_run_is_bit_equal(tmp_path, whole, number):
     assert steps == list(range(number - number % 2 + 1, 25))
     assert line_of(part.out) == line_of(whole[0])
     assert without_time(result, part.out) == without_time(whole[1], whole[0])
+
+
+INTERRUPTED = """
+import os, pathlib, signal, sys, time
+from training.test_trainer import config, train
+from jaxspec.runtime import signals
+
+def on_step(step, _):
+    if step == 7:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.3)
+
+signals.handle_signals()
+signals.exit_with(lambda: bool(train(config(pathlib.Path(sys.argv[1])), on_step=on_step)))
+"""
+
+
+def test_the_first_interrupt_writes_a_checkpoint(tmp_path, whole):
+    out, tests = tmp_path / "part", pathlib.Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, str(out)],
+        env=os.environ | {"PYTHONPATH": f"{tests}:{tests.parent}"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 130, done.stderr
+    assert done.stderr.endswith(
+        "finishing this step first; interrupt again to end at once\ninterrupted\n"
+    )
+    assert checkpoints.latest_step(out) == 7  # not one of every second step
+    train(config(out, resume=True))
+    assert line_of(out) == line_of(whole[0])
+
+
+def test_a_log_has_whole_lines_and_no_step_twice(tmp_path, whole, capsys):
+    part = config(tmp_path / "part", checkpoint_every=15)
+    with pytest.raises(Stopped):  # the checkpoint is of step 15, and step 20 is logged
+        train(part, on_step=stop_after(22))
+    with (part.out / "log.jsonl").open("a") as log:
+        log.write('{"step": 40, "lo')  # killed while it wrote a line
+    train(dataclasses.replace(part, resume=True))
+    logged = [json.loads(line) for line in (part.out / "log.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in logged] == [20, 24]
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(re.fullmatch(r"step 2[04]/24  .* tokens_per_s \S+", line) for line in lines)
+
+
+def test_a_finished_run_that_is_resumed_has_its_result(tmp_path):
+    first = config(tmp_path / "run", tokens=120)
+    result = train(first)
+    again = train(dataclasses.replace(first, resume=True))
+    assert without_time(again, first.out) == without_time(result, first.out)
+    assert again["wall_s"] > checkpoints.read_about(first.out)[1]["wall_s"]
+    # A branch that leaves before the first step, of which there is no loss.
+    short = config(tmp_path / "short", tokens=(10,), warmup_steps=0)
+    train(short)
+    written = [p.read_text() for p in short.out.rglob("about/*") if p.is_file()]
+    assert written
+    assert "NaN" not in "".join(written)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock for the trainer; the function that it returns moves it on by a second per step."""
+    now = types.SimpleNamespace(s=0.0)
+    monkeypatch.setattr(trainer, "time", types.SimpleNamespace(perf_counter=lambda: now.s))
+
+    def on_step(_, __):
+        now.s += 1.0
+
+    return on_step
+
+
+def test_a_run_of_so_many_minutes(tmp_path, clock, whole):
+    """It decays when five sixths of them are over, and is the run of as many tokens."""
+    timed, alone = config(tmp_path / "timed", minutes=11.9 / 60), config(tmp_path / "a", tokens=120)
+    result = train(timed, on_step=clock)
+    assert (result["steps"], result["tokens"], result["wall_s"]) == (12, 120, 12.0)
+    train(alone, on_step=clock)
+    assert line_of(timed.out) == line_of(alone.out) != line_of(whole[0])
+    # The tokens end it earlier, and it takes the warm-up at least.
+    slow, brief = config(tmp_path / "s", minutes=99), config(tmp_path / "b", minutes=1e-6)
+    assert train(slow, on_step=clock)["steps"] == 24
+    assert line_of(slow.out) == line_of(whole[0])
+    assert train(brief, on_step=clock)["steps"] == 4  # of them 3 of the warm-up
+
+
+# On the trunk, and in the decay, where the end is known.
+@pytest.mark.parametrize(("number", "num_steps"), [(7, 25), (23, 24)])
+def test_minutes_add_up_over_resumes(tmp_path, clock, number, num_steps):
+    stop = stop_after(number)
+
+    def on_step(step, metrics):
+        clock(step, metrics)
+        stop(step, metrics)
+
+    timed = config(tmp_path / "timed", tokens=10_000, minutes=23.9 / 60)
+    with pytest.raises(Stopped):
+        train(timed, on_step=on_step)
+    # At its checkpoint of step 6, five seconds were over.
+    result = train(dataclasses.replace(timed, resume=True), on_step=clock)
+    assert result["steps"] == num_steps
+    assert result["wall_s"] == num_steps - 1
+    train(config(tmp_path / "alone", tokens=result["tokens"]), on_step=clock)
+    assert line_of(timed.out) == line_of(tmp_path / "alone")
 
 
 def test_other_rows_are_noticed(tmp_path, whole):
@@ -360,6 +471,8 @@ def test_mistakes_are_named(tmp_path, whole, grown):
         (SettingError, "give numbers that increase", {"tokens": (120, 60)}),
         (SettingError, "give numbers that increase", {"tokens": (120, 121)}),
         (SettingError, "learning_rate", {"learning_rate": 0.0}),
+        (SettingError, "minutes 0.0 was given", {"minutes": 0.0}),
+        (SettingError, "give one number of tokens", {"minutes": 1.0, "tokens": BRANCHES}),
         (CheckpointError, "nothing to resume", {"resume": True}),
         (CheckpointError, "line exists, and what is trained", {"out": "occupied"}),
         (CheckpointError, "a run of an earlier version", {"out": "old"}),

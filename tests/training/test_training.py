@@ -15,8 +15,12 @@ import pytest
 import tiny as tiny_models
 from training.test_trainer import Stopped, stop_after
 
+from jaxspec.drafters.draft_model import DraftModel
+from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
+from jaxspec.load.models import load_model
 from jaxspec.models import decoder
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import checkpoints, data, export, lm, trainer
 from jaxspec.training.lm import measure_acceptance
 from jaxspec.training.lm_runs import load_run, load_teacher
@@ -413,6 +417,64 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
     tiny_models.save(tmp_path, "no-tokenizer")
     with pytest.raises(ModelError, match="has no tokenizer, and a draft is trained on its tokens"):
         load_teacher(str(tmp_path / "no-tokenizer"))
+
+
+def test_a_model_is_written_before_it_is_measured(tmp_path, corpora, trained, monkeypatch):
+    def measure(*_):
+        raise Stopped
+
+    monkeypatch.setattr(lm, "measure_acceptance", measure)
+    config = tiny(tmp_path / "out", corpora, teacher=str(trained[0]), width=8, tokens=768)
+    with pytest.raises(Stopped):
+        lm.train_lm(config)
+    assert export.is_hugging_face(config.out / "model")
+
+
+def test_a_draft_vocabulary_has_the_most_frequent_tokens(tmp_path, corpora, trained):
+    teacher = str(trained[0] / "model")
+    config = tiny(
+        tmp_path / "out", corpora, teacher=teacher, draft_vocab_size=40, long_fraction=0.0
+    )
+    losses = []
+    result = lm.train_lm(config, on_step=lambda _, metrics: losses.append(metrics["loss"]))
+    assert losses[-1] < 0.8 * losses[0]
+    streams = [data.map_tokens(config.out / "tokens" / f"{d}.train") for d in ("tales", "sums")]
+    counts = np.bincount(np.concatenate(streams), minlength=300)
+    model = load_model(config.out / "model", dtype="float32")
+    ids = model.config.draft_vocabulary
+    assert len(ids) == 40
+    assert min(counts[list(ids)]) >= max(np.delete(counts, ids))
+    assert model.params["embedding"].shape == (41, 32)
+    assert result["num_params"] == decoder.num_params(model.config)
+    assert load_run(config.out).config == model.config
+    # It was measured over all tokens, and drafts for its teacher.
+    assert 0.1 < result["acceptance"]["tales"]["greedy"] < 1
+    engine = Engine(load_model(teacher, dtype="float32"), DraftModel(model), max_length=128)
+    prompts, greedy = ["The fox sees", "The king"], SamplingParams(max_tokens=24)
+    drafted = engine.generate(prompts, greedy)
+    plain = engine.generate(prompts, greedy, speculate=False)
+    assert [done.token_ids for done in drafted] == [done.token_ids for done in plain]
+    assert drafted.acceptance.num_accepted_tokens > 0
+    for error, words, changes in (
+        (SettingError, "draft_vocab_size was given without a teacher", {"teacher": None}),
+        (ModelError, "draft model of 40 tokens", {"teacher": str(config.out)}),
+    ):
+        with pytest.raises(error, match=words):
+            lm.LmTask(dataclasses.replace(config, **changes, out=tmp_path / "other"))
+
+
+def test_a_distillation_over_a_draft_vocabulary():
+    """Of all other tokens together, none of which is accepted."""
+    p = jax.random.normal(jax.random.key(0), (2, 3, 7))
+    q = jax.random.normal(jax.random.key(1), (2, 3, 4))
+    loss, acceptance = lm.distillation_loss(q, p, jnp.ones((2, 3)), (1, 2, 5))
+    theirs, ours = np.asarray(jax.nn.softmax(p)), np.asarray(jax.nn.softmax(q))
+    inside = theirs[..., [1, 2, 5]]
+    theirs = np.concatenate([inside, 1 - inside.sum(axis=-1, keepdims=True)], axis=-1)
+    overlap = np.minimum(theirs, ours)[..., :3].sum(axis=-1).mean()
+    divergence = (theirs * np.log(theirs / ours)).sum(axis=-1).mean()
+    np.testing.assert_allclose(acceptance, overlap, atol=1e-6)
+    np.testing.assert_allclose(loss, (divergence + 1 - overlap) / 2, atol=1e-6)
 
 
 # Trunk and branches: one run for many token counts

@@ -49,7 +49,7 @@ class Pass:
     @property
     def head_params(self) -> int:
         """Parameters of the product with the head."""
-        return self.config.width * self.config.vocab_size
+        return self.config.width * self.config.num_rows
 
     @property
     def weight_bytes(self) -> int:

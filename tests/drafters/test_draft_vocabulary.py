@@ -1,0 +1,88 @@
+"""Draft models that draft some of the tokens only: what they read and draft, and that outputs stay
+the target's. (Laws of `Rejection` and `Block`: tests/equivalence/test_laws.py.)"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+
+import jaxspec
+from jaxspec.errors import ModelError
+from jaxspec.models.base import packed_model
+from jaxspec.models.config import ModelConfig
+from jaxspec.models.prefill import chain_window
+
+IDS = (0, 2, 3, 11, 12, 30, 59)
+SIZE = {"num_layers": 1, "is_tied": True}
+
+
+def reduced(**changes):
+    return toy.model(seed=1, **SIZE | {"draft_vocabulary": IDS} | changes)
+
+
+def logits_of(model, tokens):
+    window = chain_window(jnp.zeros((1,), jnp.int32), len(tokens))
+    cache = model.init_cache(1, 128)
+    hidden, _ = model.forward(model.params, jnp.asarray([tokens], jnp.int32), window, cache)
+    return np.asarray(model.logits(model.params, hidden))[0]
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("pack", [packed_model, lambda model: model])
+def test_it_is_the_whole_model_with_one_row_for_all_other_tokens(is_tied, pack):
+    model = reduced(is_tied=is_tied)
+    rows = model.config.rows_of_tokens()
+    assert model.params["embedding"].shape == (len(IDS) + 1, 32)
+    assert rows[list(IDS)].tolist() == list(range(len(IDS)))
+    assert (np.delete(rows, IDS) == len(IDS)).all()
+    params = dict(model.params, embedding=model.params["embedding"][rows])
+    if not is_tied:
+        params["head"] = model.params["head"][:, rows]
+    config = dataclasses.replace(model.config, draft_vocabulary=())
+    whole = dataclasses.replace(model, config=config, params=params)
+    tokens = [0, 5, 3, 60, 59, 1]
+    found, expected = logits_of(pack(model), tokens), logits_of(whole, tokens)
+    assert found.shape == (len(tokens), toy.VOCAB)
+    np.testing.assert_allclose(found[:, IDS], expected[:, IDS], atol=1e-5)
+    assert (np.delete(found, IDS, axis=1) == -np.inf).all()
+    # Sabotage: the ids are told apart.
+    assert np.abs(found[:, IDS] - expected[:, [i + 1 for i in IDS]]).max() > 0.1
+
+
+@pytest.mark.parametrize("tree", [None, jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)])
+def test_outputs_are_plain_ones(tree):
+    """Of a draft model that agrees with its target on the tokens that it drafts."""
+    target = toy.model(num_layers=1, is_tied=True)
+    embedding = target.params["embedding"]
+    others = jnp.delete(embedding, jnp.array(IDS), axis=0).mean(axis=0, keepdims=True)
+    params = dict(target.params, embedding=jnp.concatenate([embedding[jnp.array(IDS)], others]))
+    draft = dataclasses.replace(reduced(), params=params)
+    engine = jaxspec.Engine(
+        target, jaxspec.DraftModel(draft, tree=tree), batch_size=4, max_length=128, prefill_chunk=16
+    )
+    prompts = toy.prompts([3, 9, 5, 12])
+    for temperature in (0.0, 0.8):
+        params = [
+            jaxspec.SamplingParams(max_tokens=40, temperature=temperature, seed=n) for n in range(4)
+        ]
+        drafted = engine.generate(prompts, params)
+        plain = engine.generate(prompts, params, speculate=False)
+        tokens = [done.token_ids for done in drafted]
+        assert tokens == [done.token_ids for done in plain]
+        assert {token for each in tokens for token in each} - {*IDS}
+        total = drafted.acceptance
+        assert 0 < total.num_accepted_tokens < total.num_draft_tokens
+
+
+def test_configurations():
+    config = reduced().config
+    assert ModelConfig.from_json(config.to_json()) == config
+    assert "draft_vocabulary" not in toy.config().to_json()  # as before there were any
+    assert toy.config().over_rows() == toy.config()
+    for ids in ((3, 2), (2, 2), (-1, 4), (5, toy.VOCAB)):
+        with pytest.raises(ModelError, match="2 ids are not in increasing order below 61"):
+            toy.config(draft_vocabulary=ids)
