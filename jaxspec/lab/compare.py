@@ -15,6 +15,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +54,7 @@ from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.report import Printed, TextTable, new_figure
 from jaxspec.runtime.turns import take_turns
-from jaxspec.runtime.values import check_callable, check_kind, listed, text, whole_number
+from jaxspec.runtime.values import check_callable, check_kind, flag, listed, text, whole_number
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
 
@@ -145,8 +146,8 @@ class Candidate:
     Attributes:
       label: the given label.
       engine: `Engine.describe()`.
+      requests: what was decoded.
       completions: one per request, in order. Those of an earlier run have no origins.
-      params: of each of these requests.
       run_s: seconds of each timed run over all requests, including prefill.
       compile_s: seconds before the first run.
       unequal_to_plain: indices of outputs that in any run differ from plain decoding by the same
@@ -161,8 +162,8 @@ class Candidate:
 
     label: str
     engine: dict[str, Any]
+    requests: tuple[Request, ...] = ()
     completions: tuple[Completion, ...] = ()
-    params: tuple[SamplingParams, ...] = ()
     run_s: tuple[float, ...] = ()
     compile_s: float = 0.0
     unequal_to_plain: tuple[int, ...] | None = None
@@ -185,11 +186,6 @@ class Candidate:
     def is_coupled(self) -> bool:
         """Whether outputs are those of plain decoding with the same seeds."""
         return self.engine["exactness"] in ("bitwise", "ties")
-
-    @property
-    def layout(self) -> tuple[int, int]:
-        """Length of the windows, and depth of their trees."""
-        return self.engine["verify_length"], self.engine["tree_depth"]
 
     @property
     def token_ids(self) -> list[tuple[int, ...]]:
@@ -384,7 +380,7 @@ class Comparison(Printed):
             {
                 "candidate": own.label,
                 **{name: own.engine[name] for name in names},
-                "temperature": params.temperature,
+                "temperature": request.params.temperature,
                 "prompt": int(one.request_id.split("-")[0]),
                 "index": one.index,
                 "category": self.categories[int(one.request_id.split("-")[0])],
@@ -392,7 +388,7 @@ class Comparison(Printed):
                 "emitted_per_round": one.acceptance.emitted_per_round,
             }
             for own in self.ran
-            for one, params in zip(own.completions, own.params, strict=True)
+            for one, request in zip(own.completions, own.requests, strict=True)
         ]
         return import_extra("pandas", "frames").DataFrame(rows)
 
@@ -552,7 +548,7 @@ def compare(
     chat_template_kwargs: Mapping[str, Any] | None = None,
     categories: Sequence[str] | None = None,
     repeats: int = 5,
-    output: str | pathlib.Path | None = None,
+    output: str | os.PathLike | None = None,
     resume: bool = False,
     on_stage: Callable[[str], None] | None = None,
     on_result: Callable[[Comparison], None] | None = None,
@@ -621,7 +617,9 @@ def compare(
       True
     """
     check_callable(on_stage=on_stage, on_result=on_result)
-    repeats = whole_number("repeats", repeats, least=0)
+    repeats, resume = whole_number("repeats", repeats, least=0), flag("resume", resume)
+    if output is not None:
+        check_kind("output", output, (str, os.PathLike), "a path")
     if not isinstance(candidates, Mapping):
         names = [text("candidates", name, "names") for name in listed("candidates", candidates)]
         candidates = dict(zip(names, names, strict=True))
@@ -828,7 +826,7 @@ class _Run:
         unequal = cell["unequal_to_plain"]
         return Candidate(
             label=label,
-            params=tuple(request.params for request in requests),
+            requests=tuple(requests),
             completions=tuple(_completion(fields) for fields in cell["completions"]),
             unequal_to_plain=None if unequal is None else tuple(unequal),
             run_s=tuple(cell["run_s"]),
@@ -885,7 +883,7 @@ def count(
         label=label,
         engine=engine.describe(),
         completions=tuple(completions),
-        params=tuple(request.params for request in requests),
+        requests=tuple(requests),
         compile_s=compile_s,
         unequal_to_plain=None if plain is None else _differing(plain, completions),
     )
@@ -898,12 +896,14 @@ def judged(
     engine_of: Callable[[str], Engine],
 ) -> Candidate:
     """A candidate with its divergences from the first of `others` that must emit the same."""
-    alike = (one for one in others if one.is_coupled and one.params == own.params)
+    alike = (one for one in others if one.is_coupled and one.requests == own.requests)
     reference = next(alike, None) if own.is_coupled else None
     if reference is None:
         return dataclasses.replace(own, must_be_equal=True)
-    found = judge_all(target, own.completions, reference.token_ids, own.params)
-    must_be_equal = own.layout == reference.layout
+    params = [request.params for request in own.requests]
+    found = judge_all(target, own.completions, reference.token_ids, params)
+    layout = ("verify_length", "tree_depth")
+    must_be_equal = all(own.engine[name] == reference.engine[name] for name in layout)
     if must_be_equal and found.differing:
         must_be_equal = all(probe(engine_of(one.label)).holds for one in (own, reference))
     return dataclasses.replace(
@@ -925,20 +925,11 @@ def time_once(
         engines[label].reset()
         jax.block_until_ready(engines[label].executor.state)
 
-    def run(label: str) -> list[Completion]:
-        own = found[label]
-        requests = [
-            Request(
-                request_id=one.request_id,
-                prompt_token_ids=one.prompt_token_ids,
-                params=params,
-                index=one.index,
-            )
-            for one, params in zip(own.completions, own.params, strict=True)
-        ]
-        return list(engines[label].run(requests))
-
-    turn = take_turns({label: lambda label=label: run(label) for label in found}, 1, prepare=empty)
+    runs = {
+        label: lambda own=own, engine=engines[label]: list(engine.run(own.requests))
+        for label, own in found.items()
+    }
+    turn = take_turns(runs, 1, prepare=empty)
     timed = {}
     for label, own in found.items():
         unequal = own.unequal_to_plain

@@ -228,7 +228,7 @@ def test_candidates_may_differ_in_anything_and_one_that_fails_is_a_row(target):
     assert described["auto"]["draft_length"] == "auto"
     assert described["rejection"]["verifier"] == "rejection"
     assert [own.reference for own in found.ran] == [None, "plain", None, None, "plain"]
-    assert found.ran[2].params[0].temperature == 0.8
+    assert found.ran[2].requests[0].params.temperature == 0.8
     assert found.ran[2].token_ids != found.ran[1].token_ids
     assert "takes chains only" in found.failed["fails"]
     assert not found.is_timed
