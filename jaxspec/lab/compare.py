@@ -693,6 +693,9 @@ class _Run:
             "kernels": getattr(self.target, "kernels", None),
         }
         self.store = CellStore(path, header=header, resume=resume)
+        self.given = {
+            label: self._given(label) for label in self.setups if label not in self.errors
+        }
 
     def compare(self, repeats: int) -> Comparison:
         """Counts what each candidate emits, then times them in turns."""
@@ -820,7 +823,7 @@ class _Run:
     def _known(self, label: str) -> Candidate | None:
         """The candidate as the file has it, if it is the same."""
         cell = self.store and self.store.cells.get(label)
-        if not cell or cell["given"] != self._given(label):
+        if not cell or cell["given"] != self.given[label]:
             return None
         requests = make_requests(self.prompts, self.params[label], self.target, longest=2**30)
         unequal = cell["unequal_to_plain"]
@@ -840,7 +843,7 @@ class _Run:
                 names = ("engine", "compile_s", "run_s", "unequal_to_plain")
                 cell = {name: getattr(own, name) for name in names}
                 cell["completions"] = [one.to_json() for one in own.completions]
-                self.store.cells[label] = as_json({"given": self._given(label), **cell})
+                self.store.cells[label] = as_json({"given": self.given[label], **cell})
             self.store.header["comparison"] = as_json(self.result.to_json())
             self.store.write()
         if self.on_result is not None:
