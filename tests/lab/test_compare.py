@@ -237,8 +237,8 @@ def test_candidates_may_differ_in_anything_and_one_that_fails_is_a_row(target):
     assert "distribution" in shown
     assert "tokens/s" not in shown
     # The tests' kernels round by width, so all that draft have one window, and the table says so.
-    assert {own["verify_length"] for name, own in described.items() if name != "plain"} == {4}
-    assert "score 4 tokens per round" in " ".join(shown.split())
+    assert {own["verify_length"] for name, own in described.items() if name != "plain"} == {5}
+    assert "score 5 tokens per round" in " ".join(shown.split())
     assert sum(stage.startswith("k=2: ") for stage in stages) >= 4
     assert "<table>" in found._repr_html_()
     assert "k=2 - plain" in found._repr_html_()
