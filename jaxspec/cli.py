@@ -29,7 +29,10 @@ COMMANDS = {
     "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
     "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV is kept between turns"),
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
-    "compare": ("commands.compare:CompareCommand", "compare drafters on the same prompts"),
+    "compare": (
+        "commands.compare:CompareCommand",
+        "compare drafters or settings on the same prompts",
+    ),
     "bench": ("commands.bench:BenchCommand", "measure speed"),
     "plan": ("commands.plan:PlanCommand", "find settings that fit a memory budget"),
     "study": (
@@ -65,9 +68,10 @@ OUTPUT_REFUSED = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBAD
 def main(args: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status.
 
-    This is 0 for success; 1 for a mistake of the user; 3 for an audit that finds a broken promise,
-    or a cache with a damaged model; 130 after Ctrl-C; 143 after SIGTERM; 141 if the reader of the
-    output has closed it. Options that cannot be parsed exit with 2.
+    This is 0 for success; 1 for a mistake of the user, or a candidate of a comparison that failed;
+    3 for an audit that finds a broken promise, or a cache with a damaged model; 130 after Ctrl-C;
+    143 after SIGTERM; 141 if the reader of the output has closed it. Options that cannot be parsed
+    exit with 2.
     """
     if sys.stdout is None:
         print("error: Standard output is closed; redirect it to a file.", file=sys.stderr)
@@ -349,7 +353,9 @@ def run_command(args: Sequence[str]) -> int:
         from jaxspec.runtime.documents import json_text
 
         print(json_text(document))
-    return 3 if document.get("holds") is False else 0
+    if document.get("holds") is False:
+        return 3
+    return 1 if document.get("failed") else 0
 
 
 def prepare_process() -> None:

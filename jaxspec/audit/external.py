@@ -35,7 +35,7 @@ from jaxspec.runtime.values import check_callable, check_kind, number
 SHARES = (0.01, 0.03, 0.1)  # of second-best tokens, for which the number of tokens is stated
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class OutputsAudit:
     """An audit of a file of outputs.
 
@@ -68,6 +68,9 @@ class OutputsAudit:
     distribution_tests: dict[int, distributions.DistributionTest]
     alpha: float
     hint: str | None = None
+
+    def __repr__(self) -> str:
+        return f"<OutputsAudit: {self.sentence}>"
 
     @property
     def outputs(self) -> tuple[Output, ...]:

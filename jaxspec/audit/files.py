@@ -148,7 +148,7 @@ def _faults(audit: OutputsAudit, output: Output) -> set[int]:
     return found | ({end.index} if end is not None else set())
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class FilesAudit:
     """An audit of several files of outputs.
 
@@ -161,6 +161,9 @@ class FilesAudit:
     audits: dict[str, OutputsAudit]
     against: str | None
     comparisons: dict[str, Comparison]
+
+    def __repr__(self) -> str:
+        return f"<FilesAudit: {self.sentence}>"
 
     @property
     def holds(self) -> bool | None:

@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,19 @@ from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.kv_distance import KvDistance
 from jaxspec.audit.noise import TIE_ALPHA, TieTest
 from jaxspec.audit.self_audit import CLAIMS, DistributionLevel, EngineAudit, Level, TablesLevel
-from jaxspec.runtime.report import NONE, Plot, TextTable, new_figure, percent, write_page
+from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import (
+    NONE,
+    Plot,
+    Printed,
+    TextTable,
+    new_figure,
+    percent,
+    write_page,
+)
+
+if TYPE_CHECKING:
+    import pandas
 
 COLOURS = {Finding.TIE: "#2a7f62", Finding.FAULT: "#c0392b", Finding.SAMPLING: "#c98a1b"}
 MAX_LISTED = 200  # divergences listed in a report; the JSON document holds all
@@ -34,9 +46,9 @@ def prefix_shares(outputs: Iterable[tuple[int, Divergence | None]]) -> np.ndarra
     return np.mean(first[:, None] >= index, axis=0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AuditReport:
-    """The report of an audit of any kind.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class AuditReport(Printed):
+    """The report of an audit of any kind. It prints as the command `audit` prints it.
 
     Attributes:
       audit: the audit that is shown, with its promise and whether it held.
@@ -51,6 +63,23 @@ class AuditReport:
     tables: list[TextTable]
     divergences: list[tuple[str, Divergence]]
     curves: Mapping[str, np.ndarray]
+
+    @property
+    def headings(self) -> list[tuple[str, str]]:
+        """Title and promise."""
+        return [(self.title, "bold"), (f"Promise: {self.audit.promise}.", "")]
+
+    @property
+    def remarks(self) -> list[tuple[str, str]]:
+        """The verdict."""
+        style = {True: "bold green", False: "bold red", None: "bold"}[self.audit.holds]
+        return [(self.audit.sentence, style)]
+
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per divergence: `where` it is, and the fields of `Divergence`; needs pandas."""
+        names = ["where", *(field.name for field in dataclasses.fields(Divergence))]
+        rows = [{"where": where, **vars(own)} for where, own in self.divergences]
+        return import_extra("pandas", "frames").DataFrame(rows, columns=names)
 
     @property
     def all_tables(self) -> list[TextTable]:

@@ -230,7 +230,7 @@ class StudyMetrics:
         return cls(exact=mean(exact), partial=mean(partial))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class EngineAudit:
     """An audit of an engine.
 
@@ -262,6 +262,9 @@ class EngineAudit:
     probe: ProbeReport
     acceptance: Acceptance
     kv_distance: KvDistance | None = None
+
+    def __repr__(self) -> str:
+        return f"<EngineAudit: {self.sentence}>"
 
     @property
     def every_level(self) -> dict[str, Level | DistributionLevel | TablesLevel]:

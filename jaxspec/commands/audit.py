@@ -236,12 +236,7 @@ class AuditCommand(
     ) -> dict[str, Any]:
         """Prints the report, and writes it to a file if requested; returns the JSON document."""
         audit = report.audit
-        console.print(report.title, style="bold", markup=False, highlight=False)
-        console.print(f"Promise: {audit.promise}.", markup=False, highlight=False)
-        for table in report.all_tables:
-            console.print(table)
-        style = {True: "bold green", False: "bold red", None: "bold"}[audit.holds]
-        console.print(audit.sentence, style=style, markup=False, highlight=False)
+        console.print(report)
         if self.html is not None:
             report.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)

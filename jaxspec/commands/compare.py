@@ -1,42 +1,47 @@
-"""`jaxspec compare`: drafters on the same prompts, prompt by prompt."""
+"""`jaxspec compare`: drafters, or anything else, on the same prompts."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import pathlib
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import tyro
 from rich.console import Console
 
-from jaxspec.audit.judge import Finding
-from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, drafter_of_command
-from jaxspec.commands.progress import working
-from jaxspec.decode.settings import check_draft_length
-from jaxspec.errors import SettingError
-from jaxspec.lab.compare import (
-    CONFIDENCE,
-    METRICS,
-    Candidate,
-    DrafterComparison,
-    Interval,
-    compare,
-)
+from jaxspec.commands.options import DtypeName, JsonOption, PromptOptions, find_modules_here
+from jaxspec.commands.progress import tell, working
+from jaxspec.decode.settings import DraftLength, check_draft_length
+from jaxspec.errors import PromptError, SettingError
+from jaxspec.lab.bench.cells import CellStore
+from jaxspec.lab.compare import Comparison, Setup, compare, make_setup
 from jaxspec.load.models import load_packed
-from jaxspec.requests.prompts import PromptLine, encode_prompts
+from jaxspec.requests.prompts import PromptLine, encode_prompts, json_object
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
-from jaxspec.runtime.report import Columns, TextTable, check_can_plot, save_figure
+from jaxspec.runtime.report import check_can_plot, save_figure
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
+# MT-Bench's categories, which are one task of Spec-Bench.
+MT_BENCH = (
+    "writing",
+    "roleplay",
+    "reasoning",
+    "math",
+    "coding",
+    "extraction",
+    "stem",
+    "humanities",
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CompareCommand(JsonOption, PromptOptions):
-    """Compare drafters on the same prompts and seeds; the first one is the baseline.
+    """Compare drafters, or candidates of other settings, on the same prompts and seeds; the first
+    one is the baseline.
 
     Lines of the prompt file may have a `category` or `domain`; results are then also shown by
     category. `jaxspec.compare` has more settings."""
@@ -46,9 +51,19 @@ class CompareCommand(JsonOption, PromptOptions):
     drafter: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
     """`none` (plain decoding) or a drafter that `jaxspec generate --help` lists; with settings as a
     JSON object, such as `{"kind": "ngram", "branches": 4}`. Repeat the option for each."""
-    draft_length: int | None = None
-    """Tokens drafted per round (for a tree: nodes); default: the number of nodes of each drafter's
-    tree, or 4."""
+    candidate: tyro.conf.UseAppendAction[tuple[str, ...]] = ()
+    """LABEL=JSON: a candidate of other settings, such as `warm={"drafter": "ngram", "draft_length":
+    2, "verifier": "rejection", "temperature": 0.7}`: `drafter`, its `tree`, and settings of
+    `jaxspec.Engine` and `jaxspec.SamplingParams`. Repeat the option for each."""
+    chat: bool = False
+    """Take each text prompt as a user's message, and apply the chat template."""
+    per_category: int | None = None
+    """Use only this many prompts of each category, the first ones."""
+    by_task: bool = False
+    """Show MT-Bench's eight categories as one, as Spec-Bench does."""
+    draft_length: DraftLength | None = None
+    """Tokens drafted per round (for a tree: nodes), or `auto`; default: the number of nodes of each
+    drafter's tree, or 4."""
     batch_size: int = 8
     """Prompts decoded together (fewer if there are fewer prompts)."""
     max_length: int = 1024
@@ -60,58 +75,72 @@ class CompareCommand(JsonOption, PromptOptions):
     """Emit at most this many tokens per prompt."""
     temperature: float = 0.0
     """Divides the logits; 0 is greedy."""
-    top_p: float = 1.0
-    """Keep the likeliest tokens whose probabilities add up to this."""
     ignore_eos: bool = False
     """Do not stop at the model's end-of-text tokens."""
     repeats: int = 5
-    """Timed runs of each drafter, in alternation."""
+    """Timed runs of each candidate, in alternation."""
+    timing: bool = True
+    """--no-timing only counts: each candidate runs once, alone."""
+    output: pathlib.Path | None = None
+    """Write outputs and figures to this JSON file, as candidates finish."""
+    resume: bool = False
+    """Go on with the output file of an interrupted run."""
     plot: pathlib.Path | None = None
     """Write the plot to this file; its suffix chooses the format."""
 
     def run(self, console: Console) -> dict[str, Any]:
         """Compares; returns the JSON document."""
-        if len(set(self.drafter)) < len(self.drafter) or len(self.drafter) < 2:
-            given = " ".join(self.drafter) or "nothing"
-            raise SettingError(
-                f"--drafter was given {given}; name at least two different drafters, e.g. "
-                "--drafter none --drafter ngram."
-            )
-        check_counts(self, "batch_size", "max_length", "repeats")
-        if self.draft_length is not None:
+        check_counts(self, "batch_size", "max_length", "repeats", "per_category")
+        if self.draft_length not in (None, "auto"):
             check_draft_length(self.draft_length, None)
-        makers = {name: drafter_of_command(name, {}, dtype=self.dtype) for name in self.drafter}
+        setups = self._setups()
         if self.plot is not None:
             check_can_plot(self.plot)
+        if self.output is not None:
+            check_can_write(self.output)
+            CellStore(
+                self.output, header={}, resume=self.resume
+            )  # refuses before models are loaded
+        elif self.resume:
+            raise SettingError("--resume was given without --output; name the file.")
         lines, inputs = self.read_prompts()
+        lines = self._chosen(lines)
         params = SamplingParams(
-            max_tokens=self.max_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            ignore_eos=self.ignore_eos,
+            max_tokens=self.max_tokens, temperature=self.temperature, ignore_eos=self.ignore_eos
         )
+        latest: list[Comparison] = []
         with working("loading the models") as status:
             target = load_packed(self.target, dtype=self.dtype)
-            drafters = {
-                name: make(target) if make is not None else None for name, make in makers.items()
-            }
-            encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
-            comparison = compare(
-                target,
-                drafters,
-                encoded,
-                [dataclasses.replace(params, seed=index) for index in range(len(encoded))],
-                categories=[category_of(line) for line in lines],
-                draft_length=self.draft_length,
-                batch_size=self.batch_size,
-                max_length=self.max_length,
-                repeats=self.repeats,
-                on_stage=status.update,
+            encoded = encode_prompts(
+                lines, target, max_prompt_tokens=self.max_prompt_tokens, is_chat=self.chat
             )
-        for table in make_tables(comparison):
-            console.print(table)
-        for text, style in remarks(comparison):
-            console.print(text, style=style, highlight=False)
+            try:
+                comparison = compare(
+                    target,
+                    setups,
+                    encoded,
+                    params,
+                    categories=[self._category(line) for line in lines],
+                    repeats=self.repeats if self.timing else 0,
+                    output=self.output,
+                    resume=self.resume,
+                    on_stage=lambda stage: tell(status, stage),
+                    on_result=latest.append,
+                )
+            except KeyboardInterrupt:
+                status.stop()
+                self._show_part(console, latest, len(setups))
+                raise
+        tokenizer: Any = target.tokenizer
+        is_text = any(isinstance(line.prompt, str) for line in lines)
+        if is_text and not self.chat and tokenizer is not None and tokenizer.hf.chat_template:
+            console.print(
+                "The model has a chat template and was given plain text; chat models answer "
+                "prompts with --chat.",
+                style="bold",
+                highlight=False,
+            )
+        console.print(comparison)
         if self.plot is not None:
             save_figure(comparison.plot(), self.plot)
             console.print(f"plot written to {self.plot}", markup=False, highlight=False)
@@ -119,95 +148,83 @@ class CompareCommand(JsonOption, PromptOptions):
             "compare",
             self,
             holds=comparison.holds,
+            failed=comparison.failed,
             inputs=inputs,
             comparison=comparison.to_json(),
         )
 
-
-def category_of(line: PromptLine) -> str:
-    """The prompt's category in the prompt file; `all` without one."""
-    return str(next((line.fields[name] for name in CATEGORY_FIELDS if name in line.fields), "all"))
-
-
-def make_tables(comparison: DrafterComparison) -> list[TextTable]:
-    """The drafters; where there are categories, emitted tokens per round by category and drafter;
-    and paired differences between every two drafters."""
-
-    def speedup(own: Candidate) -> str:
-        ratios = comparison.speedups(own.label)
-        return f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})"
-
-    tables = [
-        TextTable.of_columns(
-            "",
-            {
-                "drafter": "{label}",
-                "tokens/s": lambda own: f"{own.tokens_per_s:.0f}",
-                "speed-up\n(range)": speedup,
-                "rounds": lambda own: own.acceptance.num_rounds,
-                "emitted\n/round": lambda own: f"{own.acceptance.emitted_per_round:.2f}",
-                "accepted at\n1, 2, ... (%)": lambda own: " ".join(
-                    f"{100 * share:.0f}" for share in own.acceptance.per_position
-                ),
-                "equal": _equality,
-            },
-            comparison.candidates,
-        )
-    ]
-    if len(comparison.category_names) > 1:
-        found = [
-            (category, own.label, comparison.values("emitted per round", own.label, category))
-            for category in (*comparison.category_names, None)
-            for own in comparison.candidates
-        ]
-        columns: Columns = {
-            "category (prompts)": lambda one: f"{one[0] or 'all'} ({one[2].num_prompts})",
-            "emitted per round": lambda one: _interval(one[2]),
-            "drafter": lambda one: one[1],
+    def _setups(self) -> dict[str, Setup]:
+        """The candidates by label, in order, drafters first."""
+        find_modules_here()
+        given: list[tuple[str, Any]] = [(name, name) for name in self.drafter]
+        for one in self.candidate:
+            label, _, settings = one.partition("={")
+            if not label or not settings:
+                raise SettingError(
+                    f"--candidate {one} was given; write LABEL=JSON, as in "
+                    """--candidate 'k=2={"drafter": "ngram", "draft_length": 2}'."""
+                )
+            given.append((label, json_object(f"--candidate {label}=", "{" + settings)))
+        counts = collections.Counter(label for label, _ in given)
+        for label, number in counts.items():
+            if number > 1:
+                raise SettingError(
+                    f"{number} candidates are called {label}; give each a label of its own, as in "
+                    "--candidate LABEL=JSON."
+                )
+        if len(given) < 2:
+            raise SettingError(
+                f"{' '.join(counts) or 'Nothing'} was given to compare; name at least two, e.g. "
+                "--drafter none --drafter ngram, or --candidate LABEL=JSON."
+            )
+        settings = {"batch_size": self.batch_size, "max_length": self.max_length}
+        if self.draft_length is not None:
+            settings["draft_length"] = self.draft_length
+        return {
+            label: make_setup(one, settings, label=label, dtype=self.dtype) for label, one in given
         }
-        tables.append(TextTable.of_columns("", columns, found, group=lambda one: one[0]))
-    columns = {"on the same prompt": lambda pair: " - ".join(pair)}
-    for metric in METRICS:
-        columns[f"difference in\n{metric}"] = lambda pair, metric=metric: _interval(
-            comparison.difference(metric, *pair), signed=True
+
+    def _chosen(self, lines: list[PromptLine]) -> list[PromptLine]:
+        """The prompts to use."""
+        if self.per_category is None and not self.by_task:
+            return lines
+        option = "--per-category" if self.per_category is not None else "--by-task"
+        for line in lines:
+            if category_of(line) is None:
+                raise PromptError(
+                    f"{line.name} has no category, and {option} was given; give a file whose lines "
+                    "have one, or leave the option out."
+                )
+        if self.per_category is None:
+            return lines
+        if self.limit is not None:
+            raise SettingError("Both --limit and --per-category were given; give one of them.")
+        seen: collections.Counter[str | None] = collections.Counter()
+        chosen = []
+        for line in lines:
+            seen[category_of(line)] += 1
+            if seen[category_of(line)] <= self.per_category:
+                chosen.append(line)
+        return chosen
+
+    def _category(self, line: PromptLine) -> str:
+        category = category_of(line) or "all"
+        return "mt_bench" if self.by_task and category in MT_BENCH else category
+
+    def _show_part(self, console: Console, latest: list[Comparison], num: int) -> None:
+        """Prints what an interrupted run has, and how to go on."""
+        if latest:
+            console.print(latest[-1])
+        num_done = len(latest[-1].ran) if latest else 0
+        how = "add --output FILE to be able to go on next time"
+        if self.output is not None:
+            how = "give the same command with --resume to go on"
+        console.print(
+            f"{num_done} of {num} candidates are done; {how}.", style="bold", highlight=False
         )
-    return [*tables, TextTable.of_columns("", columns, comparison.pairs())]
 
 
-def remarks(comparison: DrafterComparison) -> Sequence[tuple[str, str]]:
-    """Notes on the tables: sentences and their styles."""
-    num_ties = sum(len(candidate.divergences.differing) for candidate in comparison.candidates)
-    if not comparison.holds:
-        found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")
-    elif num_ties:
-        found = (
-            f"All outputs are equal except {num_ties}, which diverge from "
-            f"{comparison.baseline.label}'s at proven ties: programs of other shapes round "
-            "differently.",
-            "bold",
-        )
-    else:
-        found = ("All outputs are equal, token for token.", "bold")
-    return [
-        found,
-        (
-            f"Intervals hold the mean over prompts with {CONFIDENCE:.0%} confidence (bootstrap "
-            f"over prompts). Speed-ups over {comparison.baseline.label} are ratios of whole runs "
-            "in turns, prefill included.",
-            "dim",
-        ),
-    ]
-
-
-def _interval(interval: Interval, *, signed: bool = False) -> str:
-    sign = "+" if signed else ""
-    if np.isnan(interval.low):
-        return f"{interval.mean:{sign}.2f}"
-    return f"{interval.mean:{sign}.2f} ({interval.low:{sign}.2f}, {interval.high:{sign}.2f})"
-
-
-def _equality(own: Candidate) -> str:
-    if not own.holds:
-        return "NO"
-    num_ties = own.divergences.count(Finding.TIE)
-    return f"{num_ties} ties" if num_ties else "yes"
+def category_of(line: PromptLine) -> str | None:
+    """The prompt's category in the prompt file; None without one."""
+    found = (str(line.fields[name]) for name in CATEGORY_FIELDS if name in line.fields)
+    return next(found, None)

@@ -18,7 +18,7 @@ from jaxspec.commands.progress import working
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
-from jaxspec.lab.compare import Candidate, DrafterComparison, compare
+from jaxspec.lab.compare import Candidate, Comparison, compare
 from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params
@@ -116,7 +116,7 @@ class DemoCommand(JsonOption):
             )
 
 
-def run_of(comparison: DrafterComparison, own: Candidate) -> dict[str, Any]:
+def run_of(comparison: Comparison, own: Candidate) -> dict[str, Any]:
     """The figures of one drafter, or of plain decoding, at one batch size."""
     total = own.acceptance
     return {

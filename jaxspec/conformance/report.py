@@ -5,10 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxspec.errors import ConformanceError, SettingError
-from jaxspec.runtime.report import TextTable
+from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import Printed, TextTable
+
+if TYPE_CHECKING:
+    import pandas
 
 
 class Outcome(enum.StrEnum):
@@ -50,9 +54,9 @@ class Check:
         return {Outcome.PASSED: True, Outcome.FAILED: False}.get(self.outcome)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ConformanceReport:
-    """The results of a battery. `rich.print` shows them as a table.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class ConformanceReport(Printed):
+    """The results of a battery. It prints as a table.
 
     Attributes:
       kind: `model` or `drafter`.
@@ -100,7 +104,12 @@ class ConformanceReport:
         checks = [{name: x for name, x in vars(c).items() if name != "run"} for c in self.checks]
         return {"ok": self.ok, "kind": self.kind, "subject": self.subject, "checks": checks}
 
-    def __rich__(self):
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per check; needs pandas."""
+        return import_extra("pandas", "frames").DataFrame(self.to_json()["checks"])
+
+    @property
+    def all_tables(self) -> list[TextTable]:
         """A row per check."""
         counts = (f"{len(self.of(outcome))} {outcome.lower()}" for outcome in Outcome)
         title = f"{self.kind} {self.subject}: {', '.join(counts)}"
@@ -110,7 +119,7 @@ class ConformanceReport:
             "": "{outcome}",
             "detail": "{detail}",
         }
-        return TextTable.of_columns(title, columns, self.checks).__rich__()
+        return [TextTable.of_columns(title, columns, self.checks)]
 
 
 class NotPassed(Exception):

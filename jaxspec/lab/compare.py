@@ -1,87 +1,196 @@
-"""Drafters compared on the same prompts, prompt by prompt.
+"""Candidates compared on the same prompts: drafters, draft lengths, verifiers, temperatures.
 
-Prompts differ far more than drafters do: any drafter does well on a list of names, and none on a
-poem. So drafters are compared by their difference on each prompt, with an interval from drawing the
-prompts again and again (`jaxspec.lab.intervals`).
+Prompts differ far more than candidates do: any drafter does well on a list of names, and none on a
+poem. So candidates are compared by what changes on the same prompts, with an interval over prompts
+(`jaxspec.lab.intervals`). Tokens per round are *pooled*, all tokens over all rounds, unless *per
+prompt*, the mean of each prompt's own figure, is asked for.
 
-Rounds and emitted tokens per round are counted per prompt and do not depend on the machine. The
-time of one prompt inside a batch cannot be measured; wall time is that of the whole batch of
-prompts, in alternating runs, and is given as the ratio of two neighbouring runs.
+Counts do not depend on the machine. The time of one prompt inside a batch cannot be measured; wall
+time is that of the whole batch of prompts, in alternating runs, and is given as the ratio of two
+neighbouring runs.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
+import json
+import os
+import pathlib
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack, get_args
 
 import jax
 import numpy as np
+import xxhash
 
-from jaxspec.audit.judge import Divergences, judge_all
+from jaxspec.audit.judge import Divergences, Finding, judge_all
 from jaxspec.audit.probe import probe
-from jaxspec.cache import pages as kv
-from jaxspec.decode.settings import choose_verify_length, default_draft_length, does_not_fit
+from jaxspec.decode.settings import choose_verify_length, default_draft_length
 from jaxspec.drafters.base import Drafter
-from jaxspec.engine.engine import Engine
+from jaxspec.engine.config import EngineConfig, EngineSettings
+from jaxspec.engine.engine import Engine, Progress
 from jaxspec.errors import SettingError
-from jaxspec.lab.intervals import CONFIDENCE, Interval, mean_interval
-from jaxspec.load.drafters import make_drafter
+from jaxspec.kernels.base import unpacked
+from jaxspec.lab.bench.cells import CellStore
+from jaxspec.lab.intervals import CONFIDENCE, FEWEST, Interval, ratio_interval
+from jaxspec.lab.plots import draw_intervals
+from jaxspec.load.drafters import MakeDrafter, choose_drafter
 from jaxspec.load.models import as_model
 from jaxspec.models.base import Model
-from jaxspec.requests.completions import Completion
+from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import (
     Params,
     Prompt,
+    Request,
     make_requests,
     params_of_prompts,
     prompt_token_ids,
 )
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.requests.shapes import as_prompts
-from jaxspec.runtime.report import new_figure
+from jaxspec.runtime.documents import as_json
+from jaxspec.runtime.extras import import_extra
+from jaxspec.runtime.report import Printed, TextTable, new_figure
 from jaxspec.runtime.turns import take_turns
-from jaxspec.runtime.values import check_callable, listed, text, whole_number
+from jaxspec.runtime.values import check_callable, check_kind, flag, listed, text, whole_number
 from jaxspec.telemetry.counters import Acceptance
+from jaxspec.types import PyTree
 
-METRICS: dict[str, Callable[[Acceptance], float]] = {
-    "rounds": lambda own: float(own.num_rounds),
-    "emitted per round": lambda own: own.emitted_per_round,
-}
+if TYPE_CHECKING:
+    import pandas
+
+Estimator: TypeAlias = Literal["pooled", "per prompt"]
+METRICS = ("rounds", "emitted per round")
+OF_ENGINE = tuple(field.name for field in dataclasses.fields(EngineConfig))
+OF_SAMPLING = tuple(field.name for field in dataclasses.fields(SamplingParams))
+NONE_COMPARED = Divergences(num_outputs=0, differing=(), judged={})
+# Settings that plain decoding has none of.
+OF_DRAFTING = ("draft_length", "verify_length", "tree_depth", "verifier", "exactness")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What a candidate differs in.
+
+    Attributes:
+      drafter: a drafter, a function that makes it for the target, or None for plain decoding.
+      engine: settings of its engine.
+      sampling: fields of `SamplingParams` that replace those of every prompt.
+    """
+
+    drafter: Drafter | MakeDrafter | None
+    engine: Mapping[str, Any]
+    sampling: Mapping[str, Any]
+
+    def make_drafter(self, target: Model) -> Drafter | None:
+        """The drafter for a target."""
+        is_made = self.drafter is None or isinstance(self.drafter, Drafter)
+        return self.drafter if is_made else self.drafter(target)
+
+
+def make_setup(
+    candidate: Drafter | str | Mapping[str, Any] | Setup | None,
+    settings: Mapping[str, Any] | None = None,
+    *,
+    label: str = "",
+    dtype: Any = None,
+) -> Setup:
+    """Checks what a candidate is, before models are loaded.
+
+    Args:
+      candidate: see `compare`.
+      settings: of its engine, where it has none of its own.
+      label: that of the candidate, for messages.
+      dtype: of a named drafter.
+
+    Raises:
+      SettingError: a setting is unknown or out of range, or the drafter is.
+    """
+    if isinstance(candidate, Setup):
+        return candidate
+    own: dict[str, Any] = {"drafter": candidate}
+    if isinstance(candidate, Mapping) and "kind" not in candidate:
+        own = dict(candidate)
+    known = ("drafter", "tree", *OF_ENGINE, *OF_SAMPLING)
+    if unknown := [name for name in own if name not in known]:
+        raise SettingError(
+            f"{unknown[0]!r} was given for the candidate {label!r}, which takes "
+            f"{', '.join(known)}; a drafter by its settings has a 'kind' too."
+        )
+    drafter, arguments = own.get("drafter"), {key: own[key] for key in ("tree",) if key in own}
+    if isinstance(drafter, str | Mapping):
+        drafter = choose_drafter(drafter, arguments, dtype=dtype)
+    elif arguments:
+        raise SettingError(
+            f"A tree was given for the candidate {label!r} without a drafter's name; name one, or "
+            "make the drafter with its tree."
+        )
+    elif drafter is not None:
+        check_kind("drafter", drafter, Drafter, "a drafter, what names one, or None")
+    engine = dict(settings or {})
+    if drafter is None:
+        engine = {name: value for name, value in engine.items() if name not in OF_DRAFTING}
+    engine |= {name: own[name] for name in OF_ENGINE if name in own}
+    sampling = {name: own[name] for name in OF_SAMPLING if name in own}
+    EngineConfig(**engine)
+    SamplingParams(**({"max_tokens": 2**30} | sampling))
+    return Setup(drafter=drafter, engine=engine, sampling=sampling)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """One drafter's runs.
+    """A candidate's runs.
 
     Attributes:
       label: the given label.
       engine: `Engine.describe()`.
-      completions: one per request, in order, from the last timed run.
+      requests: what was decoded.
+      completions: one per request, in order. Those of an earlier run have no origins.
       run_s: seconds of each timed run over all requests, including prefill.
       compile_s: seconds before the first run.
-      num_unequal_to_plain: number of outputs that in any run differ from plain decoding by the same
-        engine; None for plain decoding itself.
-      divergences: from the first candidate's outputs, by index of the request.
-      must_be_equal: whether outputs may not differ from the first candidate's even at ties: both
-        verify windows of one length, and the start-up probe found that bits do not depend on the
-        position.
+      unequal_to_plain: indices of outputs that in any run differ from plain decoding by the same
+        engine; None for plain decoding itself, and where the verifier is not coupled.
+      reference: label of the first candidate whose outputs must be the same, because both are
+        coupled and have the same sampling parameters; None without one.
+      divergences: from the reference's outputs, by index of the request.
+      must_be_equal: whether outputs may not differ from the reference's even at ties: both verify
+        windows of one length, and the start-up probe found that bits do not depend on the position.
+      error: why it has no runs; None if it has.
     """
 
     label: str
     engine: dict[str, Any]
-    completions: tuple[Completion, ...]
-    run_s: tuple[float, ...]
-    compile_s: float
-    num_unequal_to_plain: int | None
-    divergences: Divergences
-    must_be_equal: bool
+    requests: tuple[Request, ...] = ()
+    completions: tuple[Completion, ...] = ()
+    run_s: tuple[float, ...] = ()
+    compile_s: float = 0.0
+    unequal_to_plain: tuple[int, ...] | None = None
+    reference: str | None = None
+    divergences: Divergences = NONE_COMPARED
+    must_be_equal: bool = False
+    error: str | None = None
 
     @property
     def acceptance(self) -> Acceptance:
         """Acceptance totals over all requests."""
         return Acceptance.total([completion.acceptance for completion in self.completions])
+
+    @property
+    def num_unequal_to_plain(self) -> int | None:
+        """Number of these outputs."""
+        return None if self.unequal_to_plain is None else len(self.unequal_to_plain)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether outputs are those of plain decoding with the same seeds."""
+        return self.engine["exactness"] in ("bitwise", "ties")
+
+    @property
+    def token_ids(self) -> list[tuple[int, ...]]:
+        """The outputs."""
+        return [completion.token_ids for completion in self.completions]
 
     @property
     def tokens_per_s(self) -> float:
@@ -97,71 +206,122 @@ class Candidate:
         """Whether the outputs are what they must be."""
         found = self.divergences
         agrees = not found.differing if self.must_be_equal else found.are_ties
-        return agrees and not self.num_unequal_to_plain
+        return agrees and not self.unequal_to_plain
 
-    def values(self, metric: str) -> np.ndarray:
-        """`[num_requests]` float64, a metric of `METRICS` for each request."""
-        of = METRICS[metric]
-        return np.array([of(completion.acceptance) for completion in self.completions])
+    def by_prompt(self) -> tuple[np.ndarray, np.ndarray]:
+        """Emitted tokens and rounds of each prompt, `[num_prompts]` float64; a prompt's `n`
+        completions count together."""
+        prompt = [int(one.request_id.split("-")[0]) for one in self.completions]
+        tokens = [one.acceptance.num_emitted_tokens for one in self.completions]
+        rounds = [max(one.acceptance.num_rounds, 1) for one in self.completions]
+        return np.bincount(prompt, weights=tokens), np.bincount(prompt, weights=rounds)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DrafterComparison:
-    """The result of `compare`. Everything is relative to the first candidate.
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class Comparison(Printed):
+    """The result of `compare`. It prints as tables.
 
     Attributes:
       candidates: in the order in which they were given.
-      categories: the category of each request.
+      categories: the category of each prompt.
+      notes: sentences below the tables.
     """
 
     candidates: tuple[Candidate, ...]
     categories: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def ran(self) -> tuple[Candidate, ...]:
+        """The candidates that did not fail."""
+        return tuple(candidate for candidate in self.candidates if candidate.error is None)
+
+    @property
+    def failed(self) -> dict[str, str]:
+        """Why candidates failed, by label."""
+        return {own.label: own.error for own in self.candidates if own.error is not None}
 
     @property
     def baseline(self) -> Candidate:
-        """The first candidate."""
-        return self.candidates[0]
+        """The first candidate that ran."""
+        return self.ran[0]
+
+    @property
+    def is_timed(self) -> bool:
+        """Whether there are timed runs."""
+        return all(candidate.run_s for candidate in self.ran)
 
     @property
     def holds(self) -> bool:
-        """Whether all outputs are equal or, where programs differ, differ only at proven ties."""
-        return all(candidate.holds for candidate in self.candidates)
+        """Whether all outputs are what they must be: equal or, where programs differ, equal except
+        at proven ties."""
+        return all(candidate.holds for candidate in self.ran)
 
     @property
     def category_names(self) -> tuple[str, ...]:
         """Names of categories, in the order in which they first appear."""
         return tuple(dict.fromkeys(self.categories))
 
-    def values(self, metric: str, label: str, category: str | None = None) -> Interval:
-        """A candidate's metric, over all prompts or those of one category."""
-        return self._interval(self._named(label).values(metric), category)
+    def values(
+        self,
+        metric: str,
+        label: str,
+        category: str | None = None,
+        *,
+        estimator: Estimator = "pooled",
+    ) -> Interval:
+        """A candidate's metric, over all prompts or those of one category. Of `METRICS`: `rounds`
+        are those of a prompt, `emitted per round` are tokens by the named estimator."""
+        most = float(self._named(label).engine["verify_length"])
+        within = (1.0, np.inf if metric == "rounds" else most)
+        return ratio_interval(*self._of(metric, label, category, estimator), within=within)
 
     def difference(
-        self, metric: str, label: str, other: str, category: str | None = None
+        self,
+        metric: str,
+        label: str,
+        other: str,
+        category: str | None = None,
+        *,
+        estimator: Estimator = "pooled",
     ) -> Interval:
-        """How much a candidate's metric exceeds another's on the same prompt."""
-        values = self._named(label).values(metric) - self._named(other).values(metric)
-        return self._interval(values, category)
+        """How much a candidate's metric exceeds another's on the same prompts."""
+        mine, theirs = (self._of(metric, name, category, estimator) for name in (label, other))
+        return ratio_interval(*mine, minus=theirs)
+
+    def _of(
+        self, metric: str, label: str, category: str | None, estimator: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        if metric not in METRICS or estimator not in get_args(Estimator):
+            raise SettingError(
+                f"{estimator} {metric} were asked for; metrics are {', '.join(METRICS)}, and "
+                f"estimators {', '.join(get_args(Estimator))}."
+            )
+        is_in = np.array([category in (None, own) for own in self.categories])
+        tokens, rounds = (each[is_in] for each in self._named(label).by_prompt())
+        ones = np.ones(len(rounds))
+        if metric == "rounds":
+            return rounds, ones
+        return (tokens, rounds) if estimator == "pooled" else (tokens / rounds, ones)
 
     def speedups(self, label: str) -> np.ndarray:
-        """`[repeats]` float64: the first candidate's seconds over this one's, turn by turn."""
+        """`[repeats]` float64: the baseline's seconds over this one's, turn by turn."""
         return self._named(label).speedups(self.baseline)
 
     def _named(self, label: str) -> Candidate:
-        return next(candidate for candidate in self.candidates if candidate.label == label)
-
-    def _interval(self, values: np.ndarray, category: str | None) -> Interval:
-        is_in = np.array([category in (None, own) for own in self.categories])
-        return mean_interval(values[is_in])
+        return next(candidate for candidate in self.ran if candidate.label == label)
 
     def to_json(self) -> dict[str, Any]:
         """All figures, with the differences of every pair."""
+        ran = self.ran
         return {
             "holds": self.holds,
+            "failed": self.failed,
             "baseline": self.baseline.label,
             "confidence": CONFIDENCE,
+            "estimator": "pooled",
             "num_prompts": len(self.categories),
-            "candidates": [self._candidate_json(candidate) for candidate in self.candidates],
+            "candidates": [self._candidate_json(candidate) for candidate in ran],
             "differences": [
                 {
                     "metric": metric,
@@ -175,141 +335,263 @@ class DrafterComparison:
             "prompts": [
                 {
                     "category": category,
-                    **{
-                        metric: {
-                            candidate.label: float(candidate.values(metric)[index])
-                            for candidate in self.candidates
-                        }
-                        for metric in METRICS
-                    },
+                    "tokens": {own.label: int(own.by_prompt()[0][index]) for own in ran},
+                    "rounds": {own.label: int(own.by_prompt()[1][index]) for own in ran},
                 }
                 for index, category in enumerate(self.categories)
             ],
         }
 
-    def _candidate_json(self, candidate: Candidate) -> dict[str, Any]:
-        total, divergences = candidate.acceptance, candidate.divergences
+    def _candidate_json(self, own: Candidate) -> dict[str, Any]:
+        total = own.acceptance
         return {
-            "label": candidate.label,
-            "engine": candidate.engine,
+            "label": own.label,
+            "engine": own.engine,
             "acceptance": total.to_json(),
-            "tokens_per_s": [total.num_emitted_tokens / run_s for run_s in candidate.run_s],
-            "speedup": self.speedups(candidate.label).tolist(),
-            "run_s": list(candidate.run_s),
-            "compile_s": candidate.compile_s,
-            "holds": candidate.holds,
-            "num_unequal_to_plain": candidate.num_unequal_to_plain,
-            "num_unequal_to_baseline": len(divergences.differing),
+            "emitted_per_round": {
+                name: self.values("emitted per round", own.label, estimator=name).to_json()
+                for name in get_args(Estimator)
+            },
+            "tokens_per_s": [total.num_emitted_tokens / run_s for run_s in own.run_s],
+            "speedup": self.speedups(own.label).tolist() if self.is_timed else [],
+            "run_s": list(own.run_s),
+            "compile_s": own.compile_s,
+            "holds": own.holds,
+            "reference": own.reference,
+            "num_unequal_to_plain": own.num_unequal_to_plain,
+            "num_unequal_to_reference": len(own.divergences.differing),
             "divergences": [
                 {"request": index, **divergence.to_json()}
-                for index, divergence in divergences.judged.items()
+                for index, divergence in own.divergences.judged.items()
             ],
             "by_category": {
                 category: {
-                    metric: self.values(metric, candidate.label, category).to_json()
-                    for metric in METRICS
+                    metric: self.values(metric, own.label, category).to_json() for metric in METRICS
                 }
                 for category in self.category_names
             },
         }
 
+    def to_frame(self) -> pandas.DataFrame:
+        """A row per candidate and completion, with the candidate's settings; needs pandas."""
+        names = ("drafter", "verifier", "draft_length", "verify_length")
+        counts = [field.name for field in dataclasses.fields(Acceptance)]
+        rows = [
+            {
+                "candidate": own.label,
+                **{name: own.engine[name] for name in names},
+                "temperature": request.params.temperature,
+                "prompt": int(one.request_id.split("-")[0]),
+                "index": one.index,
+                "category": self.categories[int(one.request_id.split("-")[0])],
+                **{name: getattr(one.acceptance, name) for name in counts},
+                "emitted_per_round": one.acceptance.emitted_per_round,
+            }
+            for own in self.ran
+            for one, request in zip(own.completions, own.requests, strict=True)
+        ]
+        return import_extra("pandas", "frames").DataFrame(rows)
+
     def pairs(self) -> list[tuple[str, str]]:
         """Labels of every two candidates, the later one first."""
-        labels = [candidate.label for candidate in self.candidates]
+        labels = [candidate.label for candidate in self.ran]
         return [(label, other) for i, label in enumerate(labels) for other in labels[:i]]
 
+    @property
+    def all_tables(self) -> list[TextTable]:
+        """The candidates; emitted tokens per round by category and candidate; differences on the
+        same prompts between every two; and the candidates that failed."""
+
+        def speedup(own: Candidate) -> str:
+            ratios = self.speedups(own.label)
+            return f"{np.median(ratios):.2f}x ({ratios.min():.2f}-{ratios.max():.2f})"
+
+        columns: dict[str, Any] = {
+            "candidate": "{label}",
+            "draft,\nwindow": lambda own: "{draft_length}, {verify_length}".format_map(own.engine),
+        }
+        if self.is_timed:
+            columns["tokens/s"] = lambda own: f"{own.tokens_per_s:.0f}"
+            columns["speed-up\n(range)"] = speedup
+        columns |= {
+            "rounds": lambda own: own.acceptance.num_rounds,
+            "emitted\n/round": lambda own: f"{own.acceptance.emitted_per_round:.2f}",
+            "accepted at\n1, 2, ... (%)": lambda own: " ".join(
+                f"{100 * share:.0f}" for share in own.acceptance.per_position
+            ),
+            "outputs": _equality,
+        }
+        tables = [TextTable.of_columns("", columns, self.ran)] if self.ran else []
+        categories = self.category_names
+        found = [
+            (category, own.label)
+            for category in (*(categories if len(categories) > 1 else ()), None)
+            for own in self.ran
+        ]
+        num = {name: self.categories.count(name) for name in categories}
+        metric = METRICS[1]
+        columns = {
+            "category (prompts)": lambda one: (
+                f"{one[0] or 'all'} ({num.get(one[0], len(self.categories))})"
+            ),
+            "emitted/round, pooled": lambda one: f"{self.values(metric, one[1], one[0]):.2f}",
+            "per\nprompt": lambda one: (
+                f"{self.values(metric, one[1], one[0], estimator='per prompt').value:.2f}"
+            ),
+            "candidate": lambda one: one[1],
+        }
+        tables.append(TextTable.of_columns("", columns, found, group=lambda one: one[0]))
+        columns = {"on the same prompts": lambda pair: " - ".join(pair)}
+        for name, what in zip(METRICS, ("rounds per prompt", "emitted/round, pooled"), strict=True):
+            columns[f"difference in\n{what}"] = lambda pair, name=name: (
+                f"{self.difference(name, *pair):+.2f}"
+            )
+        if pairs := self.pairs():
+            tables.append(TextTable.of_columns("", columns, pairs))
+        if failed := self.failed:
+            columns = {"candidate": lambda one: one[0], "failed": lambda one: one[1]}
+            tables.append(TextTable.of_columns("", columns, failed.items()))
+        return tables
+
+    @property
+    def remarks(self) -> list[tuple[str, str]]:
+        """Notes on the tables."""
+        num_ties = sum(len(candidate.divergences.differing) for candidate in self.ran)
+        others = [own for own in self.ran if not own.is_coupled]
+        which = "outputs of coupled verifiers" if others else "outputs"
+        if not self.holds:
+            found = ("Some outputs differ, and no tie explains it: this is a bug.", "bold red")
+        elif num_ties:
+            found = (
+                f"All {which} are what plain decoding emits, and equal between candidates with "
+                f"the same sampling except {num_ties}, which diverge at proven ties: programs of "
+                "other shapes round differently.",
+                "bold",
+            )
+        else:
+            found = (f"All {which} are equal, token for token.", "bold")
+        if len(others) == len(self.ran):
+            found = ("No outputs are compared, because no verifier is coupled.", "bold")
+        notes = [
+            f"Tokens per round are pooled (all tokens over all rounds) unless per prompt. In "
+            f"brackets: {CONFIDENCE:.0%} intervals over prompts. Fewer than {FEWEST} prompts have "
+            "none; [their own figures] are shown. (=): all, or all but a few, are equal.",
+            *self.notes,
+        ]
+        if self.is_timed and self.ran:
+            notes.append(
+                f"Speed-ups over {self.baseline.label} are ratios of whole runs in turns, prefill "
+                "included."
+            )
+        return [found, *((note, "dim") for note in notes)]
+
     def plot(self) -> Any:
-        """A matplotlib figure: emitted tokens per round by category, and speed-ups.
+        """A matplotlib figure: emitted tokens per round by category and, where they were timed,
+        speed-ups.
 
         Raises:
           SettingError: matplotlib is not installed.
         """
         names = [*self.category_names, "all"] if len(self.category_names) > 1 else ["all"]
-        height = 1.6 + 0.2 * len(names) * len(self.candidates)
-        figure, (left, right) = new_figure(1, 2, size=(9.6, height), width_ratios=(3, 2))
+        height = 1.6 + 0.2 * len(names) * len(self.ran)
+        panels = 2 if self.is_timed else 1
+        figure, axes = new_figure(
+            1, panels, size=(9.6, height), width_ratios=(3, 2)[:panels], squeeze=False
+        )
+        left, right = axes[0, 0], axes[0, -1]
         places = np.arange(len(names))
-        for index, candidate in enumerate(self.candidates):
+        for index, candidate in enumerate(self.ran):
             found = [
                 self.values("emitted per round", candidate.label, None if name == "all" else name)
                 for name in names
             ]
-            mean, low, high = np.array([(one.mean, one.low, one.high) for one in found]).T
-            left.errorbar(
-                mean,
-                places + 0.8 * (index + 0.5) / len(self.candidates) - 0.4,
-                xerr=np.nan_to_num([mean - low, high - mean]),
-                fmt="o",
-                markersize=4,
-                capsize=2,
-                label=candidate.label,
-            )
-            ratios = self.speedups(candidate.label)
-            right.plot(ratios, np.full(len(ratios), index), "o", alpha=0.5, markersize=4)
-            right.plot(np.median(ratios), index, "|", color="black", markersize=14)
+            at = places + 0.8 * (index + 0.5) / len(self.ran) - 0.4
+            draw_intervals(left, at, found, is_across=True, label=candidate.label)
+            if self.is_timed:
+                ratios = self.speedups(candidate.label)
+                right.plot(ratios, np.full(len(ratios), index), "o", alpha=0.5, markersize=4)
+                right.plot(np.median(ratios), index, "|", color="black", markersize=14)
         left.set(
             yticks=places,
             yticklabels=names,
-            xlabel=f"emitted tokens per round\nmean over prompts, {CONFIDENCE:.0%} interval",
+            xlabel=f"emitted tokens per round\npooled, {CONFIDENCE:.0%} interval over prompts",
         )
         left.invert_yaxis()
         figure.legend(*left.get_legend_handles_labels(), loc="outside upper center", ncols=4)
-        right.set(
-            yticks=[],
-            xlabel=f"wall time of {self.baseline.label} / its own\neach turn, and their median",
-            ylim=(len(self.candidates) - 0.5, -0.5),
-        )
-        for axes in (left, right):
-            axes.axvline(1, color="#888", linewidth=1)
+        if self.is_timed:
+            right.set(
+                yticks=[],
+                xlabel=f"wall time of {self.baseline.label} / its own\neach turn, and their median",
+                ylim=(len(self.ran) - 0.5, -0.5),
+            )
+        for each in axes.flat:
+            each.axvline(1, color="#888", linewidth=1)
         return figure
+
+
+def _equality(own: Candidate) -> str:
+    if not own.is_coupled:
+        return own.engine["exactness"]
+    if not own.holds:
+        return "NO"
+    num_ties = own.divergences.count(Finding.TIE)
+    return f"{num_ties} ties" if num_ties else "equal"
 
 
 def compare(
     target: Model | str,
-    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None] | Sequence[str],
+    candidates: Mapping[str, Drafter | str | Mapping[str, Any] | Setup | None] | Sequence[str],
     prompts: Sequence[Prompt] | Prompt,
     params: Params | Sequence[Params] | None = None,
     *,
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     categories: Sequence[str] | None = None,
-    draft_length: int | None = None,
-    verify_length: int | None = None,
-    batch_size: int = 8,
-    max_length: int = 1024,
-    prefill_chunk: int = 128,
     repeats: int = 5,
+    output: str | os.PathLike | None = None,
+    resume: bool = False,
     on_stage: Callable[[str], None] | None = None,
-) -> DrafterComparison:
-    """Compares drafters on the same prompts, seeds and window: rounds, emitted tokens per round,
-    wall time.
+    on_result: Callable[[Comparison], None] | None = None,
+    **settings: Unpack[EngineSettings],
+) -> Comparison:
+    """Compares candidates on the same prompts and seeds: rounds, emitted tokens per round, wall
+    time.
 
-    `None` is plain decoding by the window-1 loop, the fastest there is, which is the baseline for
-    time. Each drafter's outputs are compared with plain decoding in its own program, where every
-    token must be equal, and with the first candidate's. These must be equal too if both verify
-    windows of one length and the start-up probe holds, otherwise equal except at proven ties.
+    A candidate is a drafter, or a dict of anything that decoding depends on, besides the target:
+    `{"drafter": "draft_model:demo-draft", "tree": "4x4:12", "draft_length": "auto", "verifier":
+    "rejection", "temperature": 0.7}`. Its keys are `drafter`, `tree` (of a named drafter), those of
+    `EngineConfig`, and those of `SamplingParams`, which replace the ones in `params`. A dict with a
+    `kind` is a drafter with its settings. `None` is plain decoding by the window-1 loop, the
+    fastest there is, which is the baseline for time.
 
-    Every run begins with an empty engine, so a drafter that learns from the requests it serves does
-    not see prompts from an earlier run again.
+    Outputs of coupled verifiers are compared with plain decoding in their own program, where every
+    token must be equal, and with those of the first coupled candidate with the same sampling
+    parameters. These must be equal too if both verify windows of one length and the start-up probe
+    holds, otherwise equal except at proven ties. Where bits depend on the width of a window, all
+    that draft have the widest window of them, unless they have a `verify_length` of their own.
+
+    A candidate that fails has a row that says why, and the others go on. Every run begins with an
+    empty engine, so a drafter that learns from the requests it serves does not see prompts from an
+    earlier run again.
 
     Args:
       target: the model that all of them draft for; a name is passed to `load_model`.
-      drafters: by label, or their names (see `Engine`), at least two; None and `none` decode
-        plainly. The first is the baseline.
-      prompts: as for `Engine.generate`.
-      params: one for all, or one each; default `SamplingParams()`. Requests without a seed get one,
-        the same for every drafter.
+      candidates: by label, or names of drafters, at least two. The first is the baseline.
+      prompts: as for `Engine.generate`; for a chat model lists of messages.
+      params: one for all, or one each; default `SamplingParams()`. Requests without a seed get
+        consecutive ones from 0, the same for every candidate.
       chat_template: Jinja template for messages instead of the tokenizer's own.
       chat_template_kwargs: further variables of the template.
       categories: one for each prompt; default the same for all.
-      draft_length: tokens proposed per round (for a tree, its nodes); default the number of nodes
-        of each drafter's tree, or 4.
-      verify_length: tokens scored per round by all that draft; default one more than the longest
-        draft.
-      batch_size: prompts decoded together.
-      max_length: slots per row for prompt and output.
-      prefill_chunk: tokens of a chunk of a prompt.
-      repeats: timed runs of each candidate, in alternation.
+      repeats: timed runs of each candidate, in alternation; 0 counts only, which needs one engine
+        at a time and no idle machine.
+      output: a JSON file for outputs and figures, written whenever a candidate or a turn of timed
+        runs has finished.
+      resume: go on with such a file. A candidate that was changed since is run again.
       on_stage: called with the name of each stage as it begins.
+      on_result: called with what there is whenever the file would be written.
+      settings: of all engines; those of a candidate go before. `batch_size` is at most the number
+        of prompts.
 
     Raises:
       PromptError, SettingError, ModelError: as in `Engine` and `Engine.generate`.
@@ -319,7 +601,11 @@ def compare(
       >>> target, draft = jaxspec.load_model("demo-target"), jaxspec.load_model("demo-draft")
       >>> comparison = jaxspec.compare(
       ...     target,
-      ...     {"plain": None, "n-gram": jaxspec.NGram(), "draft": jaxspec.DraftModel(draft)},
+      ...     {
+      ...         "plain": None,
+      ...         "n-gram": {"drafter": "ngram", "draft_length": 2},
+      ...         "draft": jaxspec.DraftModel(draft),
+      ...     },
       ...     ["Once upon a time", "def main():", "1, 2, 3, 4, 5, 6, "],
       ...     jaxspec.SamplingParams(max_tokens=32, ignore_eos=True),
       ...     max_length=128,
@@ -327,21 +613,19 @@ def compare(
       ... )
       >>> comparison.holds
       True
-      >>> comparison.difference("rounds", "draft", "plain").mean < 0
+      >>> comparison.difference("rounds", "draft", "plain").value < 0
       True
     """
-    check_callable(on_stage=on_stage)
-    tell = on_stage or (lambda _: None)
-    repeats = whole_number("repeats", repeats, least=1)
-    batch_size = whole_number("batch_size", batch_size, least=1)
-    max_length = whole_number("max_length", max_length, least=1)
-    if draft_length is not None:
-        draft_length = whole_number("draft_length", draft_length)
-    if not isinstance(drafters, Mapping):
-        names = [text("drafters", name, "names") for name in listed("drafters", drafters)]
-        drafters = dict(zip(names, names, strict=True))
+    check_callable(on_stage=on_stage, on_result=on_result)
+    repeats, resume = whole_number("repeats", repeats, least=0), flag("resume", resume)
+    if output is not None:
+        check_kind("output", output, (str, os.PathLike), "a path")
+    if not isinstance(candidates, Mapping):
+        names = [text("candidates", name, "names") for name in listed("candidates", candidates)]
+        candidates = dict(zip(names, names, strict=True))
     plain = as_prompts(prompts)
-    _check(drafters, plain, categories)
+    _check(candidates, plain, categories)
+    setups = {label: make_setup(one, settings, label=label) for label, one in candidates.items()}
     model = as_model(target)
     encoded = [
         prompt_token_ids(
@@ -353,40 +637,217 @@ def compare(
         )
         for index, prompt in enumerate(plain)
     ]
-    made = {label: make_drafter(one, model) for label, one in drafters.items()}
-    lengths = {
-        label: default_draft_length(one) if draft_length is None else draft_length
-        for label, one in made.items()
-    }
-    if verify_length is None:
-        windows = [
-            choose_verify_length(one, draft_length, None)
-            for one in made.values()
-            if one is not None
-        ]
-        verify_length, given = max(windows, default=(1, ""))
-        if verify_length > kv.round_up_to_block(max_length):
-            raise does_not_fit(given, verify_length, max_length)
-    engines = {
-        label: Engine(
-            model,
-            drafter,
-            draft_length=lengths[label] if drafter is not None else None,
-            verify_length=verify_length if drafter is not None else None,
-            batch_size=min(batch_size, len(encoded)),
-            max_length=max_length,
-            prefill_chunk=prefill_chunk,
+    each, first_seed = [], 0
+    for one in params_of_prompts(params, len(encoded)):
+        each.append(one if one.seed is not None else dataclasses.replace(one, seed=first_seed))
+        first_seed += one.n
+    labels = tuple(categories or ["all"] * len(encoded))
+    run = _Run(model, setups, encoded, each, labels, on_stage, on_result)
+    if output is not None:
+        run.open(pathlib.Path(output), resume=resume)
+    return run.compare(repeats)
+
+
+class _Run:
+    """A comparison that is being made; the arguments are those of `compare`.
+
+    Attributes:
+      found: the candidates so far, by label.
+      errors: of those that failed.
+    """
+
+    def __init__(
+        self,
+        target: Model,
+        setups: Mapping[str, Setup],
+        prompts: Sequence[tuple[int, ...]],
+        params: Sequence[SamplingParams],
+        categories: tuple[str, ...],
+        on_stage: Callable[[str], None] | None,
+        on_result: Callable[[Comparison], None] | None,
+    ):
+        self.target, self.prompts, self.categories = target, prompts, categories
+        self.on_stage, self.on_result = on_stage, on_result
+        self.setups, self.store, self.notes = setups, None, ()
+        self.found: dict[str, Candidate] = {}
+        self.errors: dict[str, Exception] = {}
+        self.called: list[Exception] = []  # what callbacks raised
+        self.engines: dict[str, Engine] = {}
+        self.params = {
+            label: [dataclasses.replace(one, **setup.sampling) for one in params]
+            for label, setup in setups.items()
+        }
+        self.drafters = {
+            label: self._tried(label, setup.make_drafter, target) for label, setup in setups.items()
+        }
+        self.settings = self._settings()
+
+    def open(self, path: pathlib.Path, *, resume: bool) -> None:
+        """Opens the file."""
+        prompts = json.dumps([self.prompts, self.categories])
+        header = {
+            "command": "compare",
+            "target": self.target.name,
+            "weights": _digest(self.target.params),
+            "prompts": hashlib.sha256(prompts.encode()).hexdigest(),
+            "kernels": getattr(self.target, "kernels", None),
+        }
+        self.store = CellStore(path, header=header, resume=resume)
+        self.given = {
+            label: self._given(label) for label in self.setups if label not in self.errors
+        }
+
+    def compare(self, repeats: int) -> Comparison:
+        """Counts what each candidate emits, then times them in turns."""
+        for label in self.setups:
+            if label in self.errors:
+                continue
+            known = self._known(label)
+            own = known or self._tried(label, self._counted, label, is_kept=repeats > 0)
+            if own is not None:
+                others = self.found.values()
+                self.found[label] = judged(self.target, own, others, self._engine)
+                if known is None:
+                    words = Completions(own.completions).summary
+                    self._tell(f"{label}: {words}")
+                    self._write()
+        if not self.found:
+            raise next(iter(self.errors.values()))
+        if repeats:
+            engines = {label: self._engine(label, is_kept=True) for label in self.found}
+            num_done = min(len(own.run_s) for own in self.found.values())
+            self.found = {
+                label: dataclasses.replace(own, run_s=own.run_s[:num_done])
+                for label, own in self.found.items()
+            }
+            for turn in range(num_done + 1, repeats + 1):
+                self.found = time_once(
+                    self.found, engines, tell=self._tell, name=f"run {turn} of {repeats}"
+                )
+                self._write()
+        return self.result
+
+    @property
+    def result(self) -> Comparison:
+        """What there is."""
+        failed = {
+            label: Candidate(label=label, engine={}, error=" ".join(str(error).split()))
+            for label, error in self.errors.items()
+        }
+        every = failed | self.found
+        return Comparison(
+            candidates=tuple(every[label] for label in self.setups if label in every),
+            categories=self.categories,
+            notes=self.notes,
         )
-        for label, drafter in made.items()
-    }
-    each = params_of_prompts(params, len(encoded))
-    candidates = run_candidates(engines, encoded, each, repeats=repeats, tell=tell)
-    # A prompt that asks for n completions is n requests.
-    of_prompts = zip(categories or ["all"] * len(prompts), each, strict=True)
-    return DrafterComparison(
-        candidates=candidates,
-        categories=tuple(category for category, own in of_prompts for _ in range(own.n)),
-    )
+
+    def _settings(self) -> dict[str, dict[str, Any]]:
+        """Those of each engine, with windows as wide as they must be."""
+        found, windows = {}, {}
+        for label, drafter in self.drafters.items():
+            own = dict(self.setups[label].engine)
+            num_requests = sum(one.n for one in self.params[label])
+            own["batch_size"] = min(own.get("batch_size", EngineConfig.batch_size), num_requests)
+            found[label] = own
+            if drafter is not None and own.get("verify_length") is None:
+                length = own.get("draft_length")
+                length = None if length == "auto" else length
+                wide = self._tried(label, choose_verify_length, drafter, length, None)
+                windows |= {} if wide is None else {label: wide[0]}
+        if not getattr(self.target, "is_width_invariant", False) and len(windows) > 0:
+            widest = max(windows.values())
+            for label in windows:
+                own = found[label]
+                own["verify_length"] = widest
+                if own.get("draft_length") is None:
+                    own["draft_length"] = default_draft_length(self.drafters[label])
+            if min(windows.values()) < widest:
+                self.notes += (
+                    f"Bits depend on the width of a window here, so all that draft score {widest} "
+                    "tokens per round, as many as the widest of them needs; their times are those "
+                    "of that window.",
+                )
+        return found
+
+    def _engine(self, label: str, *, is_kept: bool = False) -> Engine:
+        if label in self.engines:
+            return self.engines[label]
+        engine = Engine(self.target, self.drafters[label], **self.settings[label])
+        if is_kept:
+            self.engines[label] = engine
+            if label in self.found:  # it was counted in an earlier run
+                self._tell(f"{label}: compiling")
+                _warm_up(engine)
+        return engine
+
+    def _counted(self, label: str, *, is_kept: bool) -> Candidate:
+        engine = self._engine(label, is_kept=is_kept)
+        requests = make_requests(
+            self.prompts, self.params[label], self.target, longest=engine.longest_prompt
+        )
+        return count(label, engine, requests, tell=self._tell)
+
+    def _tried(self, label: str, do: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """What a function returns; None if it fails, which ends this candidate only."""
+        try:
+            return do(*args, **options)
+        except Exception as error:
+            if any(error is one for one in self.called):
+                raise
+            self.errors[label] = error
+            return None
+
+    def _tell(self, stage: str) -> None:
+        try:
+            if self.on_stage is not None:
+                self.on_stage(stage)
+        except Exception as error:
+            self.called.append(error)
+            raise
+
+    # The file.
+
+    def _given(self, label: str) -> dict[str, Any]:
+        """What a candidate's counts depend on, besides target and prompts."""
+        drafter, params = self.drafters[label], self.params[label]
+        sampling = json.dumps([dataclasses.asdict(one) for one in params], default=str)
+        return as_json(
+            {
+                "drafter": "none" if drafter is None else drafter.name,
+                "weights": None if drafter is None else _digest(drafter.params),
+                "settings": {name: str(one) for name, one in self.settings[label].items()},
+                "sampling": hashlib.sha256(sampling.encode()).hexdigest(),
+            }
+        )
+
+    def _known(self, label: str) -> Candidate | None:
+        """The candidate as the file has it, if it is the same."""
+        cell = self.store and self.store.cells.get(label)
+        if not cell or cell["given"] != self.given[label]:
+            return None
+        requests = make_requests(self.prompts, self.params[label], self.target, longest=2**30)
+        unequal = cell["unequal_to_plain"]
+        return Candidate(
+            label=label,
+            requests=tuple(requests),
+            completions=tuple(_completion(fields) for fields in cell["completions"]),
+            unequal_to_plain=None if unequal is None else tuple(unequal),
+            run_s=tuple(cell["run_s"]),
+            **{name: cell[name] for name in ("engine", "compile_s")},
+        )
+
+    def _write(self) -> None:
+        """Writes what there is, and hands it out."""
+        if self.store is not None:
+            for label, own in self.found.items():
+                names = ("engine", "compile_s", "run_s", "unequal_to_plain")
+                cell = {name: getattr(own, name) for name in names}
+                cell["completions"] = [one.to_json() for one in own.completions]
+                self.store.cells[label] = as_json({"given": self.given[label], **cell})
+            self.store.header["comparison"] = as_json(self.result.to_json())
+            self.store.write()
+        if self.on_result is not None:
+            self.on_result(self.result)
 
 
 def run_candidates(
@@ -395,93 +856,166 @@ def run_candidates(
     params: Params | Sequence[Params],
     *,
     repeats: int,
-    is_judged: bool = True,
     tell: Callable[[str], None],
 ) -> tuple[Candidate, ...]:
-    """Runs engines of one target, by label, in the way of `compare`.
-
-    Args:
-      is_judged: False skips the comparison of outputs, because those of a verifier that keeps only
-        the target's distribution are different draws.
-    """
+    """Runs engines of one target, by label, in the way of `compare`; `repeats` may be 0."""
     target = next(iter(engines.values())).target
     longest = min(engine.longest_prompt for engine in engines.values())
     requests = make_requests(prompts, params, target, longest=longest)
-    compile_s, plain = {}, {}
+    found: dict[str, Candidate] = {}
     for label, engine in engines.items():
-        started_s = time.perf_counter()
-        engine.warm_up(lambda program, label=label: tell(f"{label}: compiling {program}"))
-        engine.generate([[0, 0]], SamplingParams(max_tokens=1))
-        compile_s[label] = time.perf_counter() - started_s
-        if engine.drafter is not None and is_judged:
-            tell(f"{label}: plain decoding by the same engine")
-            plain[label] = [one.token_ids for one in engine.run(requests, speculate=False)]
+        own = count(label, engine, requests, tell=tell)
+        found[label] = judged(target, own, found.values(), engines.__getitem__)
+    for turn in range(1, repeats + 1):
+        found = time_once(found, engines, tell=tell, name=f"run {turn} of {repeats}")
+    return tuple(found.values())
+
+
+def count(
+    label: str, engine: Engine, requests: Sequence[Request], *, tell: Callable[[str], None]
+) -> Candidate:
+    """Decodes the requests, and plainly in the same program if that must give the same tokens."""
+    tell(f"{label}: compiling")
+    compile_s = _warm_up(engine)
+    plain = None
+    if engine.drafter is not None and engine.verifier.is_coupled:
+        plain = _decode(engine, requests, tell, f"{label}: plain decoding", speculate=False)
+        engine.reset()
+    completions = _decode(engine, requests, tell, f"{label}: decoding")
+    return Candidate(
+        label=label,
+        engine=engine.describe(),
+        completions=tuple(completions),
+        requests=tuple(requests),
+        compile_s=compile_s,
+        unequal_to_plain=None if plain is None else _differing(plain, completions),
+    )
+
+
+def judged(
+    target: Model,
+    own: Candidate,
+    others: Sequence[Candidate] | Any,
+    engine_of: Callable[[str], Engine],
+) -> Candidate:
+    """A candidate with its divergences from the first of `others` that must emit the same."""
+    alike = (one for one in others if one.is_coupled and one.requests == own.requests)
+    reference = next(alike, None) if own.is_coupled else None
+    if reference is None:
+        return dataclasses.replace(own, must_be_equal=True)
+    params = [request.params for request in own.requests]
+    found = judge_all(target, own.completions, reference.token_ids, params)
+    layout = ("verify_length", "tree_depth")
+    must_be_equal = all(own.engine[name] == reference.engine[name] for name in layout)
+    if must_be_equal and found.differing:
+        must_be_equal = all(probe(engine_of(one.label)).holds for one in (own, reference))
+    return dataclasses.replace(
+        own, reference=reference.label, divergences=found, must_be_equal=must_be_equal
+    )
+
+
+def time_once(
+    found: Mapping[str, Candidate],
+    engines: Mapping[str, Engine],
+    *,
+    tell: Callable[[str], None],
+    name: str,
+) -> dict[str, Candidate]:
+    """One more timed run of each candidate; its outputs must be those that were counted."""
 
     def empty(label: str) -> None:
+        tell(f"{name}: {label}")
         engines[label].reset()
         jax.block_until_ready(engines[label].executor.state)
 
-    outputs: dict[str, list[list[Completion]]] = {label: [] for label in engines}
-    turns = take_turns(
-        {
-            label: lambda own=outputs[label], engine=engine: own.append(list(engine.run(requests)))
-            for label, engine in engines.items()
-        },
-        repeats,
-        prepare=empty,
-        on_turn=lambda label, turn: tell(f"run {turn} of {repeats}: {label}"),
+    runs = {
+        label: lambda own=own, engine=engines[label]: list(engine.run(own.requests))
+        for label, own in found.items()
+    }
+    turn = take_turns(runs, 1, prepare=empty)
+    timed = {}
+    for label, own in found.items():
+        unequal = own.unequal_to_plain
+        if unequal is not None:
+            differing = _differing(own.completions, turn.results[label])
+            unequal = tuple(sorted({*unequal, *differing}))
+        run_s = (*own.run_s, *turn.seconds[label])
+        timed[label] = dataclasses.replace(own, run_s=run_s, unequal_to_plain=unequal)
+    return timed
+
+
+def _warm_up(engine: Engine) -> float:
+    """Compiles, runs everything once and empties the engine; returns the seconds taken."""
+    started_s = time.perf_counter()
+    engine.warm_up()
+    engine.generate([[0, 0]], SamplingParams(max_tokens=1))
+    seconds = time.perf_counter() - started_s
+    engine.reset()
+    return seconds
+
+
+def _decode(
+    engine: Engine,
+    requests: Sequence[Request],
+    tell: Callable[[str], None],
+    stage: str,
+    **options: Any,
+) -> list[Completion]:
+    num_tenths = 0
+    tell(stage)
+
+    def show(seen: Progress) -> None:
+        nonlocal num_tenths
+        if 10 * seen.num_finished // len(requests) > num_tenths:
+            num_tenths = 10 * seen.num_finished // len(requests)
+            tell(f"{stage}: {seen.num_finished} of {len(requests)} done")
+
+    return list(engine.run(requests, on_progress=show, **options))
+
+
+def _differing(some: Sequence[Completion], others: Sequence[Completion]) -> tuple[int, ...]:
+    pairs = enumerate(zip(some, others, strict=True))
+    return tuple(index for index, (a, b) in pairs if a.token_ids != b.token_ids)
+
+
+def _completion(fields: Mapping[str, Any]) -> Completion:
+    """A completion of its JSON fields."""
+    counts = {field.name for field in dataclasses.fields(Acceptance)}
+    own = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in fields["acceptance"].items()
+        if name in counts
+    }
+    names = ("request_id", "text", "finish_reason", "stop_reason", "index", "seed")
+    return Completion(
+        **{name: fields[name] for name in names},
+        prompt_token_ids=tuple(fields["prompt_token_ids"]),
+        token_ids=tuple(fields["token_ids"]),
+        acceptance=Acceptance(**own),
+        origins=(),
     )
-    tell("judging outputs")
-    first = next(iter(engines))
-    expected = [one.token_ids for one in outputs[first][-1]]
-    drawn_by = [request.params for request in requests]
-    candidates = []
-    for label, engine in engines.items():
-        among = None if is_judged else ()
-        found = judge_all(target, outputs[label][-1], expected, drawn_by, among=among)
-        num_unequal = None
-        if label in plain:
-            tokens = [[one.token_ids for one in run] for run in outputs[label]]
-            num_unequal = sum(len(set(ids)) > 1 for ids in zip(plain[label], *tokens, strict=True))
-        candidates.append(
-            Candidate(
-                label=label,
-                engine=engine.describe(),
-                completions=tuple(outputs[label][-1]),
-                run_s=tuple(turns.seconds[label]),
-                compile_s=compile_s[label],
-                num_unequal_to_plain=num_unequal,
-                divergences=found,
-                must_be_equal=_must_be_equal(
-                    engine, engines[first], do_differ=bool(found.differing)
-                ),
-            )
-        )
-    return tuple(candidates)
+
+
+def _digest(params: PyTree) -> str:
+    """A digest of all weights, whatever kernels they are packed for."""
+    digest = xxhash.xxh3_128()
+    for leaf in jax.tree.leaves(unpacked(params)):
+        values = np.ascontiguousarray(jax.device_get(leaf))
+        digest.update(values.reshape(-1).view(np.uint8).data)
+    return digest.hexdigest()
 
 
 def _check(
-    drafters: Mapping[str, Drafter | str | Mapping[str, Any] | None],
-    prompts: Sequence[Prompt],
-    categories: Sequence[str] | None,
+    candidates: Mapping[str, Any], prompts: Sequence[Prompt], categories: Sequence[str] | None
 ) -> None:
-    if len(drafters) < 2:
+    if len(candidates) < 2:
         raise SettingError(
-            f"{len(drafters)} drafters were given to compare; give at least two, None (plain "
+            f"{len(candidates)} candidates were given to compare; give at least two, None (plain "
             "decoding) among them if a speed-up is wanted."
         )
     if len(prompts) == 0:
-        raise SettingError("No prompts were given to compare drafters on; give at least one.")
+        raise SettingError("No prompts were given to compare candidates on; give at least one.")
     if categories is not None and len(listed("categories", categories)) != len(prompts):
         raise SettingError(
             f"{len(categories)} categories were given for {len(prompts)} prompts; give one each."
         )
-
-
-def _must_be_equal(engine: Engine, other: Engine, *, do_differ: bool) -> bool:
-    """Whether the two engines' outputs must agree in every token, because their windows have the
-    same layout. The probe is run only if they do not agree."""
-    mine, theirs = ((each.shape.verify_length, each.shape.tree_depth) for each in (engine, other))
-    if engine is other or mine != theirs:
-        return engine is other
-    return not do_differ or (probe(engine).holds and probe(other).holds)

@@ -1,66 +1,143 @@
-"""Confidence intervals of means over prompts, and over training seeds where there are several.
+"""Confidence intervals over prompts or requests, by one method everywhere.
 
-Prompts differ far more than what is compared on them, and all points of a curve share their prompts
-and seeds. So whole prompts are drawn with replacement, the same ones for every point (a cluster
-bootstrap); so are whole seeds; and what both draws change is added up. The ends of an interval are
-percentiles of the draws.
+Prompts differ far more than what is compared on them, and the rounds of one are alike. So a prompt
+is one observation of several rounds, a *cluster*, and whole clusters are drawn with replacement.
 
-Of n prompts or seeds, n - 1 are drawn: the mean of n - 1 varies as much as the mean of n truly
-does, whereas draws of n have (n - 1) / n of that variance (Rao and Wu 1988). The intervals of three
-seeds that differ more than the prompts are still too short: they end at the lowest and the highest.
+Interval: a studentised bootstrap (Hall 1988). In every draw the estimate's distance from that of
+the data is divided by its own standard error, that of a linearised ratio (Cochran 1977, section
+6.5); the quantiles of these, times the standard error of the data, are the distances of the two
+ends. Percentiles of the draws themselves would be too short where there are few clusters.
+
+Estimators of a ratio, such as tokens per round: *pooled*, all tokens over all rounds, and *per
+prompt*, the mean over prompts of each one's own ratio.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import Any
 
 import numpy as np
 
 CONFIDENCE = 0.95
+FEWEST = 5  # clusters that have an interval
 NUM_DRAWS = 2000
 ENDS = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Interval:
-    """A mean over prompts and its confidence interval.
+    """An estimate and its confidence interval.
 
     Attributes:
-      mean: over the prompts.
-      low: lower end of the `CONFIDENCE` interval; NaN for a single prompt.
-      high: upper end.
-      num_prompts: number of prompts that the mean is taken over.
+      value: the estimate.
+      low: lower end of the `CONFIDENCE` interval; NaN where there is none, for fewer than `FEWEST`
+        clusters, and where all of them, or all but a few, are equal.
+      high: upper end, likewise.
+      num_clusters: number of prompts or requests.
+      points: where there is no interval for want of clusters, each one's own value.
     """
 
-    mean: float
-    low: float
-    high: float
-    num_prompts: int
+    value: float
+    low: float = float("nan")
+    high: float = float("nan")
+    num_clusters: int
+    points: tuple[float, ...] = ()
 
-    def to_json(self) -> dict[str, float | int | None]:
+    def __format__(self, spec: str) -> str:
+        """E.g. `1.41 (1.32, 1.52)`; without an interval `1.41 [1.20 1.62]`, the points, or
+        `1.00 (=)` where they are equal."""
+        if self.points:
+            return f"{self.value:{spec}} [{' '.join(f'{own:{spec}}' for own in self.points)}]"
+        if np.isnan(self.low):
+            return f"{self.value:{spec}}" + " (=)" * bool(self.num_clusters)
+        return f"{self.value:{spec}} ({self.low:{spec}}, {self.high:{spec}})"
+
+    def to_json(self) -> dict[str, Any]:
         """Fields as JSON values; an unknown end is null."""
-        fields = dataclasses.asdict(self)
-        return {name: None if np.isnan(value) else value for name, value in fields.items()}
+        fields = dataclasses.asdict(self) | {"points": list(self.points)}
+        return {name: None if value != value else value for name, value in fields.items()}
 
 
-def mean_interval(values: np.ndarray, *, seed: int = 0) -> Interval:
-    """The mean of `values` and its bootstrap interval.
+def ratio_interval(
+    totals: Any,
+    counts: Any = None,
+    *,
+    minus: tuple[Any, Any] | None = None,
+    within: tuple[float, float] = (-np.inf, np.inf),
+) -> Interval:
+    """The interval of a ratio of two sums over clusters, or of the difference of two such ratios.
 
     Args:
-      values: `[num_prompts]` float64, at least one.
-      seed: seed of the draws.
+      totals: `[C]` numbers, e.g. the tokens of each prompt.
+      counts: `[C]` numbers above 0, e.g. its rounds. Default 1, for the mean of `totals`.
+      minus: totals and counts, of the same clusters, of a ratio that is subtracted.
+      within: the possible range, which the interval does not leave.
     """
-    mean, low, high = float(np.mean(values)), float("nan"), float("nan")
-    if len(values) > 1:
-        drawn = resample(
-            np.reshape(values, (1, 1, -1)), num_draws=NUM_DRAWS, random=np.random.default_rng(seed)
-        )
-        low, high = np.quantile(drawn[1:, 0], ENDS).tolist()
-    return Interval(mean=mean, low=low, high=high, num_prompts=len(values))
+    totals = np.asarray(totals, np.float64)
+    num = len(totals)
+    given = [(totals, np.ones(num) if counts is None else counts), *([minus] if minus else [])]
+    ratios = [tuple(np.asarray(one, np.float64) for one in pair) for pair in given]
+    own = functools.reduce(np.subtract, [total / count for total, count in ratios])
+    if num == 0:
+        return Interval(value=float("nan"), num_clusters=0)
+    value, error = _estimate(np.ones(num), ratios)
+    found = Interval(value=float(value), num_clusters=num)
+    if num < FEWEST:
+        return dataclasses.replace(found, points=tuple(own.tolist()))
+    nothing = 1e-9 * max(np.max(np.abs(total / count)) for total, count in ratios)
+    if error <= nothing:
+        return found
+    drawn, errors = _estimate(_draws(num), ratios)
+    change = np.where(np.abs(drawn - value) <= nothing, 0.0, drawn - value)
+    # A draw of equal clusters has no error of its own, so its distance has no bound.
+    distances = np.where(change == 0, 0.0, np.copysign(np.inf, change))
+    np.divide(change, errors, out=distances, where=errors > nothing)
+    low, high = np.quantile(distances, ENDS, method="inverted_cdf")
+    if not np.isfinite([low, high]).all():
+        return found
+    low, high = max(value - high * error, within[0]), min(value - low * error, within[1])
+    return dataclasses.replace(found, low=float(low), high=float(high))
+
+
+def clustered_interval(
+    values: Any, clusters: Any, *, within: tuple[float, float] = (-np.inf, np.inf)
+) -> Interval:
+    """The mean of `values` `[n]`, numbers or bools, and its interval if those of one cluster are
+    alike; `clusters` `[n]` are labels, e.g. request ids."""
+    values = np.asarray(values, np.float64)
+    _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
+    return ratio_interval(np.bincount(cluster, weights=values), np.bincount(cluster), within=within)
+
+
+def _estimate(weights: np.ndarray, ratios: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The estimate and its standard error if clusters are counted as often as `weights`
+    `[..., C]` say."""
+    num, value, residuals = weights.shape[-1], 0.0, 0.0
+    for sign, (totals, counts) in zip((1, -1), ratios, strict=False):
+        size = weights @ counts
+        ratio = weights @ totals / size
+        value = value + sign * ratio
+        residuals = residuals + sign * (totals - ratio[..., None] * counts) / size[..., None]
+    return value, np.sqrt(num / max(num - 1, 1) * np.sum(weights * residuals**2, axis=-1))
+
+
+@functools.lru_cache(maxsize=4)
+def _draws(num: int) -> np.ndarray:
+    """`[NUM_DRAWS, num]`: how often each cluster is drawn; the same at every call."""
+    random = np.random.default_rng(0)
+    return random.multinomial(num, np.full(num, 1.0 / num), NUM_DRAWS).astype(np.float64)
 
 
 def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator) -> np.ndarray:
-    """Means over prompts and seeds: those of the study itself, and those of its draws.
+    """Means over prompts and seeds: those of the study itself, and those of its draws, which all
+    points of a curve share. The ends of a fitted curve's intervals are percentiles of these.
+
+    Whole prompts are drawn, and whole seeds; what both draws change is added up. Of n prompts or
+    seeds n - 1 are drawn: the mean of n - 1 varies as much as the mean of n truly does, whereas
+    draws of n have (n - 1) / n of that variance (Rao and Wu 1988). The intervals of three seeds
+    that differ more than the prompts are still too short: they end at the lowest and the highest.
 
     Args:
       values: `[n, S, P]` float64, of n points by seed and prompt; at least 2 prompts. A single seed

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from jaxspec.errors import SettingError
+from jaxspec.lab.intervals import CONFIDENCE, FEWEST, Interval, clustered_interval
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.report import new_figure
 
@@ -15,26 +17,43 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 NEEDED = ("request_id", "context_length", "drafted", "draft_depth", "accepted", "emitted")
+OF_TOKENS = ("request_id", "depth", "accepted", "reached")
 ACCEPTANCES = ("cumulative", "conditional")
+LABELS = {
+    "output_position": "position in the output (tokens)",
+    "context_length": "context length (tokens)",
+    "prompt_length": "prompt length (tokens)",
+    "position": "position in the sequence (tokens)",
+    "depth": "draft position",
+    "entropy_p": "entropy of the target's distribution (nats)",
+    "entropy_q": "entropy of the draft's distribution (nats)",
+    "overlap": "overlap of the two distributions",
+}
 BLUE, ORANGE, GREY = "#3366aa", "#d9822b", "#8a8f98"
+SHARE, PER_ROUND = (0.0, 1.0), (1.0, np.inf)  # what acceptance and tokens per round can be
 
 
 def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure:
-    """A figure of acceptance by draft position and emitted tokens per round, with 95 % intervals.
+    """A figure of acceptance, with 95 % intervals.
 
     *Cumulative* acceptance at position i is the fraction of drafting rounds that accepted at least
     i tokens; *conditional* acceptance is the fraction among those that accepted all tokens before i
-    and drafted i. Panels: acceptance by position; emitted tokens per round by context length, by
-    group, and their distribution; with groups also both acceptances by position and group.
+    and drafted i. Figures are `pooled`: over all rounds or tokens, whichever request they are of.
 
-    Points, lines and bars show means over rounds, and whiskers their intervals. The rounds of a
-    request are correlated, so a request counts as one observation of several rounds (see
-    `clustered_mean`): with one request there is no interval.
+    Of `Completions.rounds`, the panels are acceptance by position; emitted tokens per round along
+    an axis, by group, and their distribution; with groups also both acceptances by position and
+    group. Of `Completions.tokens`, they are conditional acceptance by position, and along an axis
+    or by group: over the target's entropy, and over the overlap of the distributions, if the trace
+    has them.
+
+    Rounds of a request are alike, so a request counts as one observation (`jaxspec.lab.intervals`).
+    With fewer than five there is no interval, and dots show each request's own figure.
 
     Args:
-      frame: from `Completions.rounds`; several may be joined with `pandas.concat`.
-      by: the column that names each round's group, e.g. `category`; default `domain` or `category`
-        if the frame has one, else the panel shows the distribution over requests.
+      frame: from `Completions.rounds` or `.tokens`; several may be joined with `pandas.concat`.
+      by: a column. One of text or with few values names groups, e.g. `category`; one of numbers is
+        the axis, in bins of equally many rows, e.g. `output_position` or `entropy_p`. Default: the
+        groups `domain` or `category`, and the axis `output_position`, if the frame has them.
 
     Returns:
       a `matplotlib.figure.Figure`: a notebook shows it, `savefig` writes it, no window is opened.
@@ -42,33 +61,79 @@ def plot_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> Figure
     Raises:
       SettingError: matplotlib is not installed, or the frame is empty or lacks a column.
     """
-    missing = [name for name in (*NEEDED, *([by] if by else [])) if name not in frame]
+    is_tokens = "depth" in frame
+    kind = "tokens" if is_tokens else "rounds"
+    needed = OF_TOKENS if is_tokens else NEEDED
+    missing = [name for name in (*needed, *([by] if by else [])) if name not in frame]
     if missing:
+        level = {"entropy_p": "distributions", "entropy_q": "distributions",
+                 "overlap": "distributions"}.get(missing[0])  # fmt: skip
+        advice = f" of an engine with trace='{level}'" if level else ""
+        if missing[0] == by and not level:
+            advice = ", with the groups as a column of it"
+        kind = "tokens" if level else kind
         raise SettingError(
-            f"The frame lacks the column {missing[0]!r}; give one of Completions.rounds()"
-            f"{', with the groups as a column of it' if missing[0] == by else ''}."
+            f"The frame lacks the column {missing[0]!r}; give one of Completions.{kind}(){advice}."
         )
-    if frame.empty:
-        raise SettingError("A frame without rounds was given; decode something first.")
-    if by is None:
-        by = next((name for name in ("domain", "category") if name in frame), None)
-
-    num_lines = 2 if by is None else 3
+    if frame.empty or (is_tokens and not frame.reached.any()):
+        raise SettingError(f"A frame without {kind} was given; decode something first.")
+    groups, axis = (by, None) if by is None or _is_group(frame[by]) else (None, by)
+    if groups is None:
+        groups = next((name for name in ("domain", "category") if name in frame), None)
+    if is_tokens:
+        return _of_tokens(frame[frame.reached], groups=groups if axis is None else None, axis=axis)
+    axis = axis or next(name for name in ("output_position", "context_length") if name in frame)
+    num_lines = 2 if groups is None else 3
     figure, axes = new_figure(num_lines, 2, size=(10, 3.5 * num_lines))
     for each in axes.flat:
         each.grid(axis="y", alpha=0.25)
     _by_position(axes[0, 0], frame)
-    _by_context(axes[0, 1], frame)
-    if by is None:
+    _along(axes[0, 1], frame, axis, "emitted", PER_ROUND)
+    if groups is None:
         _by_request(axes[1, 0], frame)
     else:
-        _by_group(axes[1, 0], frame, by)
+        _by_group(axes[1, 0], frame, groups, "emitted", PER_ROUND)
         for each, name in zip(axes[2], ACCEPTANCES, strict=True):
-            _by_position_and_group(each, frame, by, name)
+            _by_position_and_group(each, frame, groups, name)
         handles, labels = axes[2, 0].get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=5, frameon=False)
     _distribution(axes[1, 1], frame)
+    _say_intervals(figure, frame)
     return figure
+
+
+def _is_group(column: Any) -> bool:
+    return column.dtype.kind not in "iuf" or column.nunique() <= 4
+
+
+def _of_tokens(judged: pandas.DataFrame, *, groups: str | None, axis: str | None) -> Figure:
+    """The figure of drafted tokens that were judged."""
+    given = [axis] if axis is not None else ["entropy_p", "overlap"]
+    along = [name for name in given if name in judged]
+    figure, axes = new_figure(
+        1, 1 + len(along) + (groups is not None), size=(12, 3.5), squeeze=False
+    )
+    panels = iter(axes[0])
+    depths = sorted(judged.depth.unique())
+    first = next(panels)
+    draw_intervals(first, depths, [_accepted(judged[judged.depth == depth]) for depth in depths])
+    first.set(xlabel=LABELS["depth"], ylabel="conditional acceptance", title="By position")
+    for name in along:
+        _along(next(panels), judged, name, "accepted", SHARE)
+    if groups is not None:
+        _by_group(next(panels), judged, groups, "accepted", SHARE)
+    _say_intervals(figure, judged)
+    return figure
+
+
+def _say_intervals(figure: Figure, frame: pandas.DataFrame) -> None:
+    num = frame.request_id.nunique()
+    few = f"a figure that fewer than {FEWEST} have, or all equally, has none; dots are requests"
+    figure.supxlabel(f"{CONFIDENCE:.0%} intervals over {num} requests: {few}", fontsize=8)
+
+
+def _accepted(judged: pandas.DataFrame) -> Interval:
+    return clustered_interval(judged.accepted, judged.request_id, within=SHARE)
 
 
 def position_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> pandas.DataFrame:
@@ -78,7 +143,7 @@ def position_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> pa
     Its columns: `rounds` that drafted, `cumulative` (accepted at least that many, over these),
     `tried` (rounds whose draft was judged at that position) and `conditional` (accepted, over
     these). Rounds that a stop token or the limit ended count as tried only as far as they went.
-    `cumulative_error` and `conditional_error` are half their 95 % intervals (`clustered_mean`).
+    `cumulative_interval` and `conditional_interval` are of type `jaxspec.lab.intervals.Interval`.
     """
     pd = import_extra("pandas", "frames")
     if by is not None:
@@ -91,50 +156,22 @@ def position_acceptance(frame: pandas.DataFrame, *, by: str | None = None) -> pa
         is_accepted = drafted.accepted >= position
         is_tried = (drafted.accepted >= position - 1) & (drafted.draft_depth >= position)
         is_tried &= drafted.emitted >= position
-        cumulative, error = clustered_mean(is_accepted, drafted.request_id)
-        of_tried = clustered_mean(is_accepted[is_tried], drafted.request_id[is_tried])
+        cumulative, conditional = (
+            clustered_interval(is_accepted[own], drafted.request_id[own], within=SHARE)
+            for own in (slice(None), is_tried)
+        )
         counts = len(drafted), int(is_tried.sum())
-        rows.append((position, counts[0], cumulative, error, counts[1], *of_tried))
-    names = ("rounds", "cumulative", "cumulative_error")
-    names += ("tried", "conditional", "conditional_error")
+        rows.append((position, counts[0], cumulative.value, cumulative))
+        rows[-1] += (counts[1], conditional.value, conditional)
+    names = ("rounds", "cumulative", "cumulative_interval")
+    names += ("tried", "conditional", "conditional_interval")
     return pd.DataFrame(rows, columns=["position", *names]).set_index("position")
-
-
-def clustered_mean(values: Any, clusters: Any) -> tuple[float, float]:
-    """The mean of `values`, and half its 95 % interval if values within a cluster are correlated.
-
-    With r the mean, and x_c the sum and n_c the number of the values of cluster c of C, the
-    variance of r is C / (C - 1) sum((x_c - r n_c)^2) / sum(n_c)^2 (a ratio of two sums over
-    clusters; Cochran 1977, section 6.5), and the interval is Student's with C - 1 degrees of
-    freedom.
-
-    Args:
-      values: `[n]` numbers or bools.
-      clusters: `[n]` labels, e.g. request ids.
-
-    Returns:
-      mean and half width, fp64; NaN without values, and the half width also with one cluster.
-    """
-    # Importing scipy.stats takes a second, and importing jaxspec imports this module.
-    from scipy.special import stdtrit
-
-    values = np.asarray(values, np.float64)
-    if not len(values):
-        return float("nan"), float("nan")
-    mean = float(values.mean())
-    _, cluster = np.unique(np.asarray(clusters), return_inverse=True)
-    num_clusters = int(cluster.max()) + 1
-    if num_clusters == 1:
-        return mean, float("nan")
-    residuals = np.bincount(cluster, weights=values - mean)
-    variance = num_clusters / (num_clusters - 1) * np.sum(residuals**2) / len(values) ** 2
-    return mean, float(stdtrit(num_clusters - 1, 0.975) * np.sqrt(variance))
 
 
 def _by_position(axes: Any, frame: pandas.DataFrame) -> None:
     found = position_acceptance(frame)
     for name, colour in zip(ACCEPTANCES, (BLUE, ORANGE), strict=True):
-        _draw_shares(axes, found.index, found[name], found[f"{name}_error"], name, color=colour)
+        draw_intervals(axes, found.index, found[f"{name}_interval"], label=name, color=colour)
     axes.set(xlabel="draft position", ylabel="acceptance", ylim=(0, 1.02), title="By position")
     axes.set_xticks(found.index)
     if len(found):
@@ -148,7 +185,7 @@ def _by_position_and_group(axes: Any, frame: pandas.DataFrame, by: str, name: st
     offsets = 0.5 * ((np.arange(len(groups)) + 0.5) / max(len(groups), 1) - 0.5)
     for group, offset in zip(groups, offsets, strict=True):
         own = found.loc[group]
-        _draw_shares(axes, own.index + offset, own[name], own[f"{name}_error"], str(group))
+        draw_intervals(axes, own.index + offset, own[f"{name}_interval"], label=str(group))
     positions = found.index.get_level_values("position")
     axes.set(
         xlabel="draft position",
@@ -159,35 +196,73 @@ def _by_position_and_group(axes: Any, frame: pandas.DataFrame, by: str, name: st
     axes.set_xticks(sorted(set(positions)))
 
 
-def _draw_shares(axes: Any, at: Any, share: Any, error: Any, label: str, **style: Any) -> None:
-    """Shares with whiskers that end at 0 and 1."""
-    ends = np.nan_to_num([np.minimum(error, share), np.minimum(error, 1 - share)])
-    axes.errorbar(at, share, yerr=ends, fmt="o-", markersize=4, capsize=3, label=label, **style)
+def draw_intervals(
+    axes: Any, at: Any, found: Sequence[Interval], *, is_across: bool = False, **style: Any
+) -> None:
+    """Draws estimates with whiskers for their intervals, and dots for the points of those that have
+    none. `at` are their places along x, or with `is_across` along y; `style` is that of
+    `errorbar`."""
+    values = np.array([own.value for own in found])
+    ends = np.array([(own.value - own.low, own.high - own.value) for own in found]).reshape(-1, 2)
+    which, places = ("xerr", (values, at)) if is_across else ("yerr", (at, values))
+    style = {"fmt": "o" if is_across else "o-", "color": None} | style
+    drawn = axes.errorbar(
+        *places, **{which: np.clip(ends, 0, None).T}, markersize=4, capsize=3, **style
+    )
+    dots = [(place, point) for place, own in zip(at, found, strict=True) for point in own.points]
+    if dots:
+        x, y = np.array(dots).T
+        axes.plot(
+            *((y, x) if is_across else (x, y)),
+            ".",
+            color=drawn[0].get_color() if drawn[0] else GREY,
+            alpha=0.4,
+        )
 
 
-def _by_context(axes: Any, frame: pandas.DataFrame) -> None:
-    """Means over bins of equally many rounds."""
+def _along(
+    axes: Any, frame: pandas.DataFrame, name: str, what: str, within: tuple[float, float]
+) -> None:
+    """A figure over bins of equally many rows along an axis."""
+    frame = frame[frame[name].notna()]
+    values = frame[name]
     num_bins = int(np.clip(len(frame) // 50, 1, 10))
-    edges = np.unique(np.quantile(frame.context_length, np.linspace(0, 1, num_bins + 1)))
-    index = np.clip(np.searchsorted(edges, frame.context_length, side="right") - 1, 0, None)
+    edges = np.unique(np.quantile(values, np.linspace(0, 1, num_bins + 1))) if len(frame) else []
+    index = np.clip(np.searchsorted(edges, values, side="right") - 1, 0, None)
     bins = np.minimum(index, max(len(edges) - 2, 0))
-    found, centres = _emitted(frame, bins), frame.groupby(bins).context_length.mean()
-    axes.errorbar(centres, found["mean"], yerr=found.error, marker="o", capsize=3, color=BLUE)
+    found = [
+        clustered_interval(own[what], own.request_id, within=within)
+        for _, own in frame.groupby(bins)
+    ]
+    draw_intervals(axes, values.groupby(bins).mean().to_numpy(), found, color=BLUE)
+    label = LABELS.get(name, name)
     axes.set(
-        xlabel="context length (tokens)",
-        ylabel="emitted tokens per round",
-        ylim=(0, None),
-        title="By context length",
+        xlabel=label,
+        ylabel=_MEANING[what],
+        ylim=(0, 1.02 if within == SHARE else None),
+        title=f"By {label.split(' (')[0]}",
     )
 
 
-def _by_group(axes: Any, frame: pandas.DataFrame, by: str) -> None:
-    found = _emitted(frame, by).sort_values("mean")
-    names = list(found.index.astype(str))
-    axes.barh(names, found["mean"], xerr=found.error, color=BLUE, ecolor=GREY, capsize=3)
-    for place, mean in enumerate(found["mean"]):
-        axes.text(0.05, place, f"{mean:.2f}", va="center", color="white", fontsize=9)
-    axes.set(xlabel="emitted tokens per round", title=f"By {by}")
+_MEANING = {"emitted": "emitted tokens per round (pooled)", "accepted": "conditional acceptance"}
+
+
+def _by_group(
+    axes: Any, frame: pandas.DataFrame, by: str, what: str, within: tuple[float, float]
+) -> None:
+    groups = {
+        str(name): clustered_interval(own[what], own.request_id, within=within)
+        for name, own in frame.groupby(by, sort=False)
+    }
+    groups = dict(sorted(groups.items(), key=lambda item: item[1].value))
+    axes.barh(list(groups), [own.value for own in groups.values()], color=BLUE)
+    draw_intervals(
+        axes, range(len(groups)), list(groups.values()), is_across=True, fmt="none", ecolor=GREY
+    )
+    for place, own in enumerate(groups.values()):
+        axes.text(0.01, place, f"{own.value:.2f}", va="center", color="white", fontsize=9,
+                  transform=axes.get_yaxis_transform())  # fmt: skip
+    axes.set(xlabel=_MEANING[what], title=f"By {by}")
     axes.grid(visible=False)
     axes.grid(axis="x", alpha=0.25)
 
@@ -214,14 +289,3 @@ def _distribution(axes: Any, frame: pandas.DataFrame) -> None:
         title=f"Over {len(frame)} rounds",
     )
     axes.set_xticks(range(1, int(frame.emitted.max()) + 1))
-
-
-def _emitted(frame: pandas.DataFrame, by: Any) -> pandas.DataFrame:
-    """The `mean` of emitted tokens per round by group, in the order of their first rounds, and
-    half its interval, `error`; 0 where there is none."""
-    pd = import_extra("pandas", "frames")
-    found = {
-        name: clustered_mean(own.emitted, own.request_id)
-        for name, own in frame.groupby(by, sort=not isinstance(by, str))
-    }
-    return pd.DataFrame.from_dict(found, orient="index", columns=["mean", "error"]).fillna(0)

@@ -136,6 +136,46 @@ def _cell(column: str | Callable[[Any], Any], record: Any) -> str:
         return NONE
 
 
+class Printed:
+    """Base class of results that print as their tables, and show as these in a notebook.
+
+    Attributes:
+      headings: sentences above the tables, and their styles.
+      all_tables: the tables.
+      remarks: sentences below, and their styles.
+    """
+
+    headings: Sequence[tuple[str, str]] = ()
+    all_tables: Sequence[TextTable]
+    remarks: Sequence[tuple[str, str]] = ()
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        from rich.text import Text
+
+        yield from (Text(text, style) for text, style in self.headings)
+        yield from self.all_tables
+        yield from (Text(text, style) for text, style in self.remarks)
+
+    def __repr__(self) -> str:
+        from rich.console import Console
+
+        file = io.StringIO()
+        Console(file=file, color_system=None).print(self)
+        return "\n".join(line.rstrip() for line in file.getvalue().rstrip().split("\n"))
+
+    def _repr_html_(self) -> str:
+        import jinja2
+
+        page = "{% for text, _ in above %}<p>{{ text }}</p>{% endfor %}"
+        page += "{% for table in tables %}{{ show(table) }}{% endfor %}"
+        page += "{% for text, _ in below %}<p>{{ text }}</p>{% endfor %}"
+        return (
+            jinja2.Environment(autoescape=True)
+            .from_string(_SHOW + page)
+            .render(above=self.headings, tables=self.all_tables, below=self.remarks)
+        )
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plot:
     """A matplotlib figure with its caption for a page.
@@ -261,7 +301,7 @@ def write_page(
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    page = environment.from_string(_PAGE).render(
+    page = environment.from_string(_SHOW + _PAGE).render(
         title=title,
         verdict=verdict,
         colour={True: GOOD, False: BAD, None: "#888"}[holds],
@@ -274,8 +314,9 @@ def write_page(
     write_atomically(pathlib.Path(path), page.encode())
 
 
-_PAGE = """{% macro show(table) %}
-<h2>{{ table.title }}</h2>
+_SHOW = """{% macro show(table) %}
+{% if table.title %}<h2>{{ table.title }}</h2>{% endif %}
+
 <table>{% if table.header %}<tr>{% for name in table.header %}<th>{{ name }}</th>{% endfor %}</tr>
 {% endif %}
 {% for row in table.rows %}
@@ -283,7 +324,8 @@ _PAGE = """{% macro show(table) %}
 {% endfor %}
 </table>
 {% endmacro %}
-<!doctype html>
+"""
+_PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 76rem; margin: 2rem auto; padding: 0 1rem;

@@ -1,6 +1,7 @@
 """Reports: tables, plots, and one HTML file that appears whole or not at all."""
 
 import base64
+import dataclasses
 import os
 import re
 import types
@@ -12,6 +13,7 @@ from rich.console import Console
 from jaxspec.audit import report as reports
 from jaxspec.audit.judge import Divergence, Finding
 from jaxspec.audit.report import AuditReport, prefix_shares
+from jaxspec.conformance.report import Check, ConformanceReport, Outcome
 from jaxspec.errors import SettingError
 from jaxspec.runtime.report import NONE, TextTable, percent, write_page
 
@@ -119,6 +121,29 @@ def test_tables_fit_a_terminal(capsys):
     shown = capsys.readouterr().out
     assert "sampling" in shown
     assert all(len(row) <= 80 for row in shown.splitlines())
+
+
+def test_a_report_prints_as_its_tables_and_makes_a_frame():
+    battery = ConformanceReport(
+        kind="drafter",
+        subject="mine",
+        checks=(Check("shapes", "C1", "must <fit>", run=str, outcome=Outcome.FAILED, detail="no"),),
+    )
+    for report, shown, escaped in (
+        (REPORT, ("Audit <of> something", "The promise is broken.", "line 4"), "a &amp; b"),
+        (battery, ("drafter mine: 0 passed, 1 failed", "must <fit>"), "must &lt;fit&gt;"),
+    ):
+        printed, page = str(report), report._repr_html_()
+        for each in shown:
+            assert each in printed
+        assert max(map(len, printed.split("\n"))) <= 80
+        assert escaped in page
+        assert page.count("<table>") == len(report.all_tables)
+    frame = REPORT.to_frame()
+    assert frame["where"].tolist() == ["line 2", "line 4", "line 5"]
+    assert frame.margin.tolist() == [0.02, float("inf"), 2.0]
+    assert battery.to_frame().outcome.tolist() == ["FAILED"]
+    assert list(dataclasses.replace(REPORT, divergences=[]).to_frame()) == list(frame)
 
 
 def test_shares_are_never_rounded_up():

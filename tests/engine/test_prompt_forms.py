@@ -42,12 +42,6 @@ def server(target):
 def doors(engine, server, target, monkeypatch):
     """Calls that return the token ids of a prompt, by name."""
 
-    def stopped_at(module, name):
-        def reached(*args, **options):
-            raise Reached([tuple(prompt) for prompt in args[1]])
-
-        monkeypatch.setattr(module, name, reached)
-
     def submitted(prompt, **options):
         engine.submit(prompt, PARAMS, **options)
         [done] = [done for _ in range(9) for done in engine.step()]
@@ -70,11 +64,17 @@ def doors(engine, server, target, monkeypatch):
             return last.completion.prompt_token_ids
 
     def compared(prompt, **options):
-        stopped_at(compare, "run_candidates")
+        real = compare.make_requests
+
+        def reached(*args, **options):
+            raise Reached(args[0])
+
+        monkeypatch.setattr(compare, "make_requests", reached)
         with pytest.raises(Reached) as raised:
             jaxspec.compare(
                 target, {"a": None, "b": NGram()}, prompt, PARAMS, max_length=128, **options
             )
+        monkeypatch.setattr(compare, "make_requests", real)
         [ids] = raised.value.args[0]
         return ids
 

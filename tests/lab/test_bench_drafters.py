@@ -67,7 +67,7 @@ def test_every_part_has_a_row_for_each_drafter(bench, folder):
         assert found["is_equal"]
         assert found["draft_length"] == 4
         assert set(found["by_domain"]) == {"code", "tales"}
-    assert acceptance["ngram"]["difference"]["mean"] == 0
+    assert acceptance["ngram"]["difference"]["value"] == 0
     costs = {found["drafter"]: found for found in document["costs"]}
     assert costs["ngram"]["level_over_first"] == [1, 1, 1]
     for found in costs.values():

@@ -2,9 +2,9 @@
 
 import dataclasses
 import doctest
+import json
 
 import jax.numpy as jnp
-import numpy as np
 import pytest
 import toy
 
@@ -12,8 +12,9 @@ import jaxspec
 import jaxspec.lab.compare
 from jaxspec.audit.judge import Divergences, Finding
 from jaxspec.engine.engine import Engine
-from jaxspec.lab.compare import compare, mean_interval
+from jaxspec.lab.compare import compare
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.documents import as_json
 from jaxspec.types import Shared
 
 NUM_TOKENS, DRAFT_LENGTH = 24, 3
@@ -92,13 +93,12 @@ def test_drafters_may_be_named(target):
 def test_known_differences_are_found(comparison):
     assert comparison.holds
     fewest = NUM_TOKENS // (DRAFT_LENGTH + 1)
-    assert comparison.values("rounds", "none").mean == NUM_TOKENS
-    assert comparison.values("emitted per round", "always right").mean == DRAFT_LENGTH + 1
-    assert comparison.difference("rounds", "always wrong", "none").mean == 0
-    assert comparison.difference("rounds", "always right", "none").mean == fewest - NUM_TOKENS
-    assert comparison.difference("rounds", "always right", "none").high < 0
+    assert comparison.values("rounds", "none").value == NUM_TOKENS
+    assert comparison.values("emitted per round", "always right").value == DRAFT_LENGTH + 1
+    assert comparison.difference("rounds", "always wrong", "none").value == 0
+    assert comparison.difference("rounds", "always right", "none").value == fewest - NUM_TOKENS
     by_category = comparison.values("rounds", "always right", "long")
-    assert by_category.num_prompts == CATEGORIES.count("long")
+    assert by_category.num_clusters == CATEGORIES.count("long") == len(by_category.points)
     assert comparison.category_names == ("short", "long")
     assert comparison.pairs() == [
         ("always wrong", "none"),
@@ -135,7 +135,7 @@ def test_a_candidate_that_emits_another_token_is_caught(comparison):
     # Another window than the baseline's allows ties; a fault in them, or in its own program, fails.
     assert not bad.must_be_equal
     for changes in (
-        {"num_unequal_to_plain": 1},
+        {"unequal_to_plain": (1,)},
         {"divergences": one(Finding.FAULT)},
         {"divergences": one(Finding.TIE), "must_be_equal": True},
     ):
@@ -195,36 +195,144 @@ def test_sampled_requests_share_their_seeds(target, drafters):
     assert outputs[0] == outputs[1]
 
 
-def test_intervals_are_as_wide_as_they_say():
-    values = np.random.default_rng(0).normal(1.0, 1.0, 30)
-    found, error = mean_interval(values), 1.96 * values.std(ddof=1) / np.sqrt(30)
-    assert found.low < found.mean == values.mean() < found.high
-    assert found.high - found.low == pytest.approx(2 * error, rel=0.1)
+ANYTHING = {
+    "plain": None,
+    "k=2": {"drafter": "ngram", "draft_length": 2},
+    "warm": {"drafter": "ngram", "draft_length": 2, "temperature": 0.8},
+    "rejection": {"drafter": {"kind": "ngram", "branches": 2}, "tree_depth": 4, "temperature": 0.8,
+                  "verifier": "rejection"},
+    "auto": {"drafter": "ngram", "draft_length": "auto"},
+    "fails": {"drafter": {"kind": "ngram", "branches": 2}, "verifier": "block"},
+}  # fmt: skip
 
 
-def test_degenerate_samples_have_honest_intervals():
-    alone = mean_interval(np.array([2.0]))
-    assert alone.mean == 2
-    assert np.isnan(alone.low)
-    assert alone.to_json()["low"] is None
-    same = mean_interval(np.array([2.0, 2.0, 2.0]))
-    assert (same.low, same.high) == (2, 2)
+def compare_anything(target, candidates=ANYTHING, **options):
+    options = {"repeats": 0, "batch_size": 2, "max_length": 128, "draft_length": 3} | options
+    return compare(target, candidates, PROMPTS, GREEDY, categories=CATEGORIES, **options)
+
+
+def counts(comparison):
+    """Everything that does not depend on the machine."""
+    figures = comparison.to_json()
+    for own in figures["candidates"]:
+        del own["compile_s"], own["run_s"], own["speedup"], own["tokens_per_s"], own["engine"]
+    return figures
+
+
+def test_candidates_may_differ_in_anything_and_one_that_fails_is_a_row(target):
+    stages = []
+    found = compare_anything(target, on_stage=stages.append)
+    described = {own.label: own.engine for own in found.ran}
+    assert list(described) == [label for label in ANYTHING if label != "fails"]
+    assert described["k=2"]["draft_length"] == 2
+    assert described["auto"]["draft_length"] == "auto"
+    assert described["rejection"]["verifier"] == "rejection"
+    assert [own.reference for own in found.ran] == [None, "plain", None, None, "plain"]
+    assert found.ran[2].requests[0].params.temperature == 0.8
+    assert found.ran[2].token_ids != found.ran[1].token_ids
+    assert "takes chains only" in found.failed["fails"]
+    assert not found.is_timed
+    shown = str(found)
+    assert "takes chains only" in " ".join(shown.split())
+    assert "distribution" in shown
+    assert "tokens/s" not in shown
+    # The tests' kernels round by width, so all that draft have one window, and the table says so.
+    assert {own["verify_length"] for name, own in described.items() if name != "plain"} == {5}
+    assert "score 5 tokens per round" in " ".join(shown.split())
+    assert sum(stage.startswith("k=2: ") for stage in stages) >= 4
+    assert "<table>" in found._repr_html_()
+    assert "k=2 - plain" in found._repr_html_()
+    frame = found.to_frame()
+    assert len(frame) == 5 * len(PROMPTS)
+    rounds = frame[frame.candidate == "k=2"].num_rounds
+    assert rounds.mean() == found.values("rounds", "k=2").value
+
+
+def test_where_bits_do_not_depend_on_the_width_a_chain_has_its_own(target, monkeypatch):
+    monkeypatch.setattr(type(target), "is_width_invariant", True)
+    candidates = {"short": {"drafter": "ngram", "draft_length": 1}, "long": {"drafter": "ngram"}}
+    found = compare_anything(target, candidates)
+    assert [own.engine["verify_length"] for own in found.ran] == [2, 4]
+    assert not found.notes
+
+
+def test_pooled_and_per_prompt_are_told_apart(comparison):
+    label = "always right"
+    tokens, rounds = next(own for own in comparison.ran if own.label == label).by_prompt()
+    pooled, each = (
+        comparison.values("emitted per round", label, estimator=estimator).value
+        for estimator in ("pooled", "per prompt")
+    )
+    assert (pooled, each) == (tokens.sum() / rounds.sum(), (tokens / rounds).mean())
+    with pytest.raises(jaxspec.errors.SettingError, match="estimators pooled, per prompt"):
+        comparison.values("emitted per round", label, estimator="mean")
+
+
+class Killed(BaseException):
+    """As if the process had been killed."""
+
+
+def test_a_killed_comparison_that_is_resumed_equals_an_uninterrupted_one(target, tmp_path):
+    candidates = {label: own for label, own in ANYTHING.items() if label != "auto"}
+    whole = compare_anything(target, candidates, repeats=1)
+    file, seen, results = tmp_path / "found.json", [], []
+
+    def stop(stage):
+        seen.append(stage)
+        if stage == "warm: decoding":
+            raise Killed
+
+    with pytest.raises(Killed):
+        compare_anything(target, candidates, output=file, on_stage=stop, on_result=results.append)
+    assert [own.label for own in results[-1].ran] == ["plain", "k=2"]
+    assert set(json.loads(file.read_text())["cells"]) == {"plain", "k=2"}
+    with pytest.raises(jaxspec.errors.SettingError, match=r"there already; add --resume"):
+        compare_anything(target, candidates, output=file)
+    seen.clear()
+    options = {"output": file, "resume": True, "on_stage": seen.append}
+    resumed = compare_anything(target, candidates, repeats=1, **options)
+    assert "k=2: decoding" not in seen
+    assert "warm: decoding" in seen
+    assert counts(resumed) == counts(whole)
+    assert json.loads(file.read_text())["comparison"] == as_json(resumed.to_json())
+    assert resumed.is_timed
+    # A candidate that is another under the same label runs again.
+    candidates["k=2"] = {"drafter": "ngram", "draft_length": 1}
+    again = compare_anything(target, candidates, **options)
+    assert again.ran[1].engine["draft_length"] == 1
+    with pytest.raises(jaxspec.errors.SettingError, match="its prompts is another"):
+        compare(target, candidates, PROMPTS[:3], GREEDY, output=file, resume=True, repeats=0)
+
+
+def test_what_a_callback_raises_is_its_callers(target):
+    def fail(stage):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        compare_anything(target, on_stage=fail)
+    with pytest.raises(jaxspec.errors.SettingError, match="takes chains only"):
+        compare_anything(target, {"a": ANYTHING["fails"], "b": ANYTHING["fails"]})
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"drafters": {"none": None}}, "at least two"),
+        ({"candidates": {"none": None}}, "at least two"),
+        (
+            {"candidates": {"a": None, "b": {"drafter": "ngram", "k": 2}}},
+            "'k' was given for .* 'b'",
+        ),
+        ({"candidates": {"a": None, "b": {"tree": 4}}}, "without a drafter's name"),
+        ({"candidates": {"a": None, "b": {"drafter": "ngram", "top_p": 2}}}, "top_p 2 was given"),
         ({"prompts": []}, "No prompts"),
         ({"categories": ["a"]}, "1 categories were given for 6"),
-        ({"repeats": 0}, "repeats 0"),
+        ({"repeats": -1}, "repeats -1"),
     ],
 )
 def test_mistakes_are_refused(target, changes, sentence):
-    given = {"drafters": {"none": None, "ngram": jaxspec.NGram()}, "prompts": PROMPTS} | changes
-    drafters, prompts = given.pop("drafters"), given.pop("prompts")
+    given = {"candidates": {"none": None, "ngram": jaxspec.NGram()}, "prompts": PROMPTS} | changes
     with pytest.raises(jaxspec.errors.SettingError, match=sentence):
-        compare(target, drafters, prompts, **given)
+        compare(target, **given)
 
 
 def test_the_docstring_example_runs(monkeypatch):

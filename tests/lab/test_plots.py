@@ -7,10 +7,9 @@ import importlib
 import numpy as np
 import pandas as pd
 import pytest
-from scipy import stats
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.plots import clustered_mean, plot_acceptance, position_acceptance
+from jaxspec.lab.plots import plot_acceptance, position_acceptance
 
 
 def frame(rounds, **columns):
@@ -79,30 +78,66 @@ def test_panels_show_what_was_counted():
     assert bins[:, 1].mean() == pytest.approx(rounds.emitted.mean(), rel=0.1)
 
 
-def test_intervals_hold_the_mean_as_often_as_they_say_where_requests_differ():
-    random, held, careless, trials = np.random.default_rng(0), 0, 0, 400
-    for _ in range(trials):
-        # 25 requests of 10 to 40 rounds, each with a chance of its own; 0.5 on average.
-        sizes = random.integers(10, 41, 25)
-        chances = np.repeat(random.beta(2, 2, 25), sizes)
-        values = random.random(sizes.sum()) < chances
-        mean, error = clustered_mean(values, np.repeat(np.arange(25), sizes))
-        held += abs(mean - 0.5) <= error
-        careless += abs(mean - 0.5) <= clustered_mean(values, np.arange(len(values)))[1]
-    assert 0.92 <= held / trials <= 0.98
-    assert careless / trials < 0.7  # rounds taken as independent
+def tokens_frame(num=400, **columns):
+    """Judged tokens of eight requests, accepted where the entropy is low, and one row that nothing
+    judged."""
+    random = np.random.default_rng(0)
+    entropy = random.uniform(0, 4, num)
+    found = pd.DataFrame(
+        {
+            "request_id": np.arange(num) % 8,
+            "depth": 1 + np.arange(num) % 3,
+            "entropy_p": entropy,
+            "overlap": 1 - entropy / 4,
+            "accepted": random.random(num) > entropy / 4,
+            "reached": True,
+            **columns,
+        }
+    )
+    return pd.concat([found, found[:1].assign(reached=False, accepted=True, entropy_p=np.nan)])
 
 
-def test_intervals_of_clusters_of_one_are_students():
-    values = np.array([1.0, 4.0, 2.0, 5.0])
-    mean, error = clustered_mean(values, list("abcd"))
-    expected = stats.t.interval(0.95, 3, values.mean(), values.std(ddof=1) / 2)
-    np.testing.assert_allclose((mean - error, mean + error), expected)
-    assert clustered_mean([True, True], ["a", "b"]) == (1.0, 0.0)
-    mean, error = clustered_mean(values, ["a"] * 4)
-    assert mean == 3
-    assert np.isnan(error)
-    assert np.isnan(clustered_mean([], [])).all()
+def test_acceptance_over_entropy_overlap_and_any_axis_of_tokens():
+    tokens = tokens_frame(category=["a", "b"] * 200)
+    position, entropy, overlap, group = plot_acceptance(tokens).axes
+    judged = tokens[tokens.reached]
+    drawn = position.containers[0].lines[0].get_ydata(orig=False)
+    np.testing.assert_allclose(drawn, judged.groupby("depth").accepted.mean())
+    falls, rises = (
+        each.containers[0].lines[0].get_ydata(orig=False) for each in (entropy, overlap)
+    )
+    assert falls[0] > 0.9 > 0.2 > falls[-1]
+    assert rises[-1] > 0.9 > 0.2 > rises[0]
+    assert "entropy of the target" in entropy.get_xlabel()
+    assert group.get_title() == "By category"
+    position, axis = plot_acceptance(tokens, by="overlap").axes
+    assert "overlap" in axis.get_xlabel()
+    with pytest.raises(SettingError, match=r"'entropy_q'.*tokens.*trace='distributions'"):
+        plot_acceptance(tokens, by="entropy_q")
+    with pytest.raises(SettingError, match="without tokens"):
+        plot_acceptance(tokens[~tokens.reached])
+
+
+def test_an_axis_of_rounds_and_intervals_inside_the_possible_range():
+    requests = np.random.default_rng(0).integers(0, 7, 210)
+    rounds = frame(ROUNDS * 30, output_position=np.arange(210), request_id=requests)
+    figure = plot_acceptance(rounds)
+    assert figure.axes[1].get_xlabel() == "position in the output (tokens)"
+    assert plot_acceptance(rounds, by="context_length").axes[1].get_title() == "By context length"
+    assert "7 requests" in figure._supxlabel.get_text()
+    for axes, least, most in zip(figure.axes[:2], (0, 1), (1, np.inf), strict=True):
+        for drawn in axes.containers:
+            ends = np.concatenate([each for line in drawn.lines[2] for each in line.get_segments()])
+            ends = ends[:, 1]
+            assert len(ends)
+            assert np.nanmin(ends) >= least
+            assert np.nanmax(ends) <= most
+    found = position_acceptance(rounds)
+    assert all(own.low < own.value < own.high for own in found.cumulative_interval)
+    # Two requests have no interval; each one's own figure is a dot.
+    few = plot_acceptance(frame(ROUNDS, request_id=list("0011001"))).axes[0]
+    assert len(position_acceptance(frame(ROUNDS)).cumulative_interval[1].points) == 1
+    assert any(line.get_marker() == "." for line in few.lines)
 
 
 def test_acceptance_by_position_and_group():
@@ -111,7 +146,7 @@ def test_acceptance_by_position_and_group():
     assert found.index.names == ["category", "position"]
     for category in "ab":
         own = position_acceptance(rounds[rounds.category == category])
-        pd.testing.assert_frame_equal(found.loc[category], own)
+        pd.testing.assert_frame_equal(found.loc[category].map(repr), own.map(repr))
     plain = frame([(0, 0, 1)] * 4, category=list("aabb"))
     assert position_acceptance(plain, by="category").empty
     assert len(plot_acceptance(plain).axes) == 6

@@ -207,7 +207,7 @@ def every_door():
     streamed = with_keywords(RequestSettings, "prompt", "params", "request_id")
     submitted = with_keywords(RequestSettings, "prompt", "params", "request_id", "session")
     wanted = {"target": target(), "drafter": NGram(), **SHAPE}
-    compared = {"target": target(), "drafters": {"a": None, "b": NGram()}, "prompts": [PROMPT]}
+    compared = {"target": target(), "candidates": {"a": None, "b": NGram()}, "prompts": [PROMPT]}
     planned = {"target": target(), "draft": None, "budget_bytes": 2**30}
     table = np.array([[0.5, 0.2]])
     output = Output(
@@ -268,7 +268,14 @@ def every_door():
         "Typical": (Typical, None, "", {}),
         "Coupled": (Coupled, None, "", {}),
         "Search": (Search, None, "", {}),
-        "compare": (jaxspec.compare, None, "prompts", {**compared, "on_stage": stop}),
+        "compare": (
+            jaxspec.compare,
+            with_keywords(
+                EngineSettings, *list(inspect.signature(jaxspec.compare).parameters)[:-1]
+            ),
+            "prompts output",
+            {**compared, "on_stage": stop},
+        ),
         "plan_memory": (jaxspec.planning.plan_memory, None, "", {**planned, "say": stop}),
         "audit_engine": (
             audit_engine,
@@ -295,8 +302,14 @@ NAMES = (
 ).split()
 COMPILING = ("compare", "audit_engine", "audit_outputs", "probe")  # which takes its time
 NOT_IN_GATE = (*COMPILING, "make_executor", "load_model")
-ON_HUB = ("src", "target", "model", "draft", "drafter", "drafters")  # of these, texts are names
-CALLED = ("on_progress", "on_stage", "on_output", "say")  # what these raise is the caller's
+ON_HUB = ("src", "target", "model", "draft", "drafter", "candidates")  # of these, texts are names
+CALLED = (
+    "on_progress",
+    "on_result",
+    "on_stage",
+    "on_output",
+    "say",
+)  # what these raise is the caller's
 
 
 @functools.cache

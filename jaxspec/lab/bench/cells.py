@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from jaxspec.errors import SettingError
-from jaxspec.lab.bench.measure import Say
 from jaxspec.runtime.documents import as_json, write_document
 
 Cell: TypeAlias = dict[str, Any]
@@ -47,7 +46,7 @@ class CellStore:
         if not resume:
             raise SettingError(
                 f"The file {path} is there already; add --resume to go on with what it holds, or "
-                "name another --out."
+                "name another file."
             )
         try:
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -56,14 +55,14 @@ class CellStore:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise SettingError(
                 f"{path} was to be resumed, but it is not the file of a grid of cells; leave "
-                "--resume out and name another --out."
+                "--resume out and name another file."
             ) from error
         for name, value in self.header.items():
             if name != "date" and (other := kept.get(name)) != value:
                 raise SettingError(
                     f"{path} was to be resumed, but its {name} is another{_which(other, value)}; "
                     "run with the models, prompts and options that it was begun with, or name "
-                    "another --out."
+                    "another file."
                 )
         if "date" in self.header:
             kept["date"] = self.header["date"]
@@ -74,11 +73,15 @@ class CellStore:
         """The contents of the file."""
         return {**self.header, "elapsed_s": self.elapsed_s, "cells": self.cells}
 
+    def write(self) -> None:
+        """Writes the file."""
+        write_document(self.document, self.path)
+
     def run(
         self,
         cells: Mapping[str, Callable[[], Cell]],
         *,
-        say: Say,
+        say: Callable[[str], None],
         budget_s: float = math.inf,
     ) -> None:
         """Measures the missing cells, in order.
@@ -105,7 +108,7 @@ class CellStore:
             cell_s = time.perf_counter() - begun_s
             slowest_s = max(slowest_s, cell_s)
             self.elapsed_s += cell_s
-            write_document(self.document, self.path)
+            self.write()
         self.cells = {name: self.cells[name] for name in cells if name in self.cells}
 
 
