@@ -109,7 +109,8 @@ def assert_logits(model, reference, *, num_tokens: int) -> None:
     with torch.no_grad():
         theirs = reference(torch.from_numpy(tokens).long()).logits.numpy()
     ours = np.asarray(prompt_logits(packed_model(model), tokens))
-    np.testing.assert_allclose(ours, theirs, atol=1e-4, rtol=1e-4)
+    # The real model's logits go up to 32, so that its last bits are worth 2e-6.
+    assert np.abs(ours - theirs).max() <= max(1e-4, 1e-5 * np.abs(theirs).max())
 
 
 # Tokenizers
