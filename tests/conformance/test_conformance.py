@@ -139,6 +139,17 @@ def reading_first(params, tokens, window, cache):
     return hidden, BASE.forward(params, tokens, window, cache)[1]
 
 
+def last_row_first(params, tokens, window, cache):
+    """Reads a chunk of a prompt before it has written the KV of the chunk before."""
+    hidden = []
+    for row in reversed(range(tokens.shape[0])):
+        own = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], window)
+        rows = jnp.array([row]) if window.rows is None else own.rows
+        found, cache = BASE.forward(params, tokens[row : row + 1], own.replace(rows=rows), cache)
+        hidden.insert(0, found)
+    return jnp.concatenate(hidden), cache
+
+
 def batch_normed(params, tokens, window, cache):
     hidden, cache = BASE.forward(params, tokens, window, cache)
     return hidden + 1e-3 * jnp.mean(hidden, axis=0, keepdims=True), cache
@@ -266,6 +277,7 @@ BROKEN_MODELS = {
         "chunked_prefill",
         looking(lambda w: w.replace(positions=w.positions - w.start[:, None]), turns=True),
     ),
+    "reads chunks before it writes all": ("chunked_prefill", poisoned(forward=last_row_first)),
     "knows chains only": ("tree_paths", moved(lambda window: window.replace(paths=None))),
     "sees the drafts": ("same_program", looking(all_see_the_last)),
     "prefill gives another structure": (
