@@ -132,10 +132,10 @@ def row(name: str, audit: OutputsAudit, marks: Sequence[Sequence[bool]] = ()) ->
     counts = collections.Counter()
     for own, chosen in zip(audit.judged, marks, strict=False):
         margin = max((d.margin for d in own.divergences if chosen[d.index]), default=0.0)
-        for name, scales in (("num_clear", BOUND_SCALES), ("num_near", NEAR_SCALES)):
+        for kind, scales in (("num_clear", BOUND_SCALES), ("num_near", NEAR_SCALES)):
             if margin > scales * noise.scale:
-                counts[name] += 1
-                counts[f"{name}_found"] += own.first is not None
+                counts[kind] += 1
+                counts[f"{kind}_found"] += own.first is not None
     return {
         "what": name,
         "outputs": len(audit.outputs),
@@ -149,7 +149,7 @@ def row(name: str, audit: OutputsAudit, marks: Sequence[Sequence[bool]] = ()) ->
         "faults": sum(d.finding == Finding.FAULT for d in other),
         "outputs_with_faults": sum(own.first is not None for own in audit.judged),
         "largest_margin": max((d.margin for d in other), default=0.0),
-        **{name: counts[name] for name in COUNTS},
+        **{kind: counts[kind] for kind in COUNTS},
         "is_found": audit.holds is False,
     }
 
