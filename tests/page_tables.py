@@ -716,20 +716,21 @@ def audit_planted(found):
         by_kind.setdefault(each["what"], []).append(each)
     rows = []
     for what, files in by_kind.items():
-        num_clear = sum(each["num_clear"] for each in files)
-        clear = f"{sum(each['num_clear_found'] for each in files)} of {num_clear}"
-        tokens = sum(each["tokens"] for each in files)
+        total = {key: sum(each[key] for each in files) for key in files[0] if key != "what"}
         rows.append(
             [
                 what,
-                f"{sum(each['is_found'] for each in files)} of {len(files)}",
-                clear if num_clear else "",
-                f"{sum(each['not_the_best'] for each in files) / tokens:.1%}",
-                f"{sum(each['beyond_90'] for each in files) / tokens:.1%}",
+                f"{total['is_found']} of {len(files)}",
+                *(
+                    f"{total[f'{kind}_found']} of {total[kind]}" if total[kind] else ""
+                    for kind in ("num_clear", "num_near")
+                ),
+                f"{total['not_the_best'] / total['tokens']:.1%}",
+                f"{total['beyond_90'] / total['tokens']:.1%}",
             ]
         )
-    header = ["planted", "files found", "outputs found with a gap above 4 s", "tokens not the best"]
-    return [*header, "and beyond the 90 % quantile of the noise"], rows
+    header = ["planted", "files found", "outputs found with a gap above 5 s", "above 4 s"]
+    return [*header, "tokens not the best", "and beyond the 90 % quantile of the noise"], rows
 
 
 if __name__ == "__main__":

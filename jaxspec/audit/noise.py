@@ -7,10 +7,11 @@ widths, logits kept in fp32 or rounded to the dtype; `jaxspec.audit.scoring`), a
 the gap between the two best tokens are pooled over contexts. Their median gives the scale s, which
 a few large changes do not move.
 
-*One token*: a margin of at most `BOUND_SCALES` s is a tie. *All tokens together*: a position whose
-two best tokens are g apart exchanges them with probability P(|change| >= g) / 2, so the number of
-ties that rounding explains is known, and `tie_tests` compares it with the number that was found:
-for ties of any size, and for the larger ones alone.
+*One token*: a margin of at most `BOUND_SCALES` s is a tie; by the changes that we measured, a
+healthy file of 2,304 tokens has 0.04 to 0.07 beyond. *All tokens together*: a position whose two
+best tokens are g apart exchanges them with probability P(|change| >= g) / 2, so the number of ties
+that rounding explains is known, and `tie_tests` compares it with the number that was found: for
+ties of any size, and for the larger ones alone.
 
 Another engine sums in another order. Its changes are taken to be up to `OTHERS_FACTOR` times ours.
 The factor is stated here, before any output is read, and is never fitted to one.
@@ -29,10 +30,10 @@ import scipy.stats
 from jaxspec.audit.scoring import Scorer
 from jaxspec.requests.sampling_params import SamplingParams
 
-BOUND_SCALES = 4.0  # a margin of so many s is a tie
+BOUND_SCALES = 5.0  # a margin of so many s is a tie
 OTHERS_FACTOR = 1.5  # by which the changes in another engine may exceed ours
 TIE_ALPHA = 1e-3  # probability that a healthy file is said to have too many ties
-TIE_SIZES = (0.0, 1.0, 2.0)  # ties of at least so many s are counted, each size for itself
+TIE_SIZES = (0.0, 1.0, 2.0, 4.0)  # ties of at least so many s are counted, each size for itself
 NUM_POSITIONS = 1024  # contexts whose changes are measured, if there are so many
 TAIL_COUNT = 20  # changes beyond which the tail is fitted instead of counted
 # Of the absolute value of a standard normal variable.

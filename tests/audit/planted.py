@@ -3,6 +3,7 @@ is the target's own."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -83,8 +84,11 @@ class Decoder:
         is_chosen = rng.random((self._max_tokens, num_rows)) < share_planted
         if one_each:
             is_chosen[rng.integers(self._max_tokens, size=num_rows), np.arange(num_rows)] = True
-        own = self._prefilled(self._own, positions)
-        exact = self._prefilled(self._reference, _in_order)
+        if positions is _in_order:
+            own = jax.tree.map(jnp.copy, self._start)
+        else:
+            own = self._prefilled(self._own, positions)
+        exact = self._prefilled(self._reference, _in_order) if small_gap else None
         tokens = jnp.asarray([prompt[-1] for prompt in self._prompts], jnp.int32)
         second = tokens
         emitted, planted = [], []
@@ -115,6 +119,11 @@ class Decoder:
             planted.append(np.asarray(is_planted))
         pairs = zip(np.stack(emitted, 1), np.stack(planted, 1), strict=True)
         return [Output(ids.tolist(), chosen.tolist()) for ids, chosen in pairs]
+
+    @functools.cached_property
+    def _start(self):
+        """The cache that most outputs begin with."""
+        return self._prefilled(self._own, _in_order)
 
     def _prefilled(self, model: LanguageModel, positions: Positions):
         """A cache with the KV of every prompt but its last token."""

@@ -12,6 +12,7 @@ runs the planted part on the embedded pair.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import json
 import pathlib
@@ -25,6 +26,7 @@ import planted
 import jaxspec
 from jaxspec.audit.external import OutputsAudit, audit_outputs
 from jaxspec.audit.judge import Finding
+from jaxspec.audit.noise import BOUND_SCALES, OTHERS_FACTOR
 from jaxspec.audit.outputs import Output, OutputsFile, parse_outputs
 from jaxspec.audit.scoring import Scorer
 from jaxspec.models.base import LanguageModel
@@ -34,6 +36,8 @@ from jaxspec.runtime.documents import make_document, write_document
 SHARES = (0.1, 0.03)  # of second-best tokens
 NUM_SEEDS = 5
 SMALL_GAP = 0.5  # logits between the two best tokens
+NEAR_SCALES = 4.0  # gaps of so many s, below the bound of a tie, are counted too
+COUNTS = ("num_clear", "num_clear_found", "num_near", "num_near_found")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,33 +119,37 @@ def planted_files(
 def row(name: str, audit: OutputsAudit, marks: Sequence[Sequence[bool]] = ()) -> dict[str, Any]:
     """What the audit found in a file, as a row of the table.
 
-    `num_clear` counts outputs with a planted token whose margin exceeds four times the scale of the
-    noise, and `num_clear_found` those of them in which a fault was found.
+    `num_clear` counts outputs with a planted token whose margin exceeds the bound of a tie, and
+    `num_clear_found` those of them in which a fault was found; `num_near` and `num_near_found`
+    count the same for `NEAR_SCALES`. `num_beyond` is the expected number of healthy tokens beyond
+    the bound, and `num_beyond_most` that in an engine whose changes are `OTHERS_FACTOR` times ours.
     """
     num_tokens = sum(own.num_tokens for own in audit.judged)
     other = [d for own in audit.judged for d in own.divergences]
-    changes = audit.noise.changes
-    num_clear = num_clear_found = 0
+    noise = audit.noise
+    gaps = np.concatenate([own.gaps for own in audit.judged])
+    beyond = gaps[gaps > noise.bound]
+    counts = collections.Counter()
     for own, chosen in zip(audit.judged, marks, strict=False):
-        is_clear = any(
-            chosen[d.index] and d.margin > 4 * audit.noise.scale for d in own.divergences
-        )
-        num_clear += is_clear
-        num_clear_found += is_clear and own.first is not None
+        margin = max((d.margin for d in own.divergences if chosen[d.index]), default=0.0)
+        for kind, scales in (("num_clear", BOUND_SCALES), ("num_near", NEAR_SCALES)):
+            if margin > scales * noise.scale:
+                counts[kind] += 1
+                counts[f"{kind}_found"] += own.first is not None
     return {
         "what": name,
         "outputs": len(audit.outputs),
         "tokens": num_tokens,
         "not_the_best": len(other),
-        "beyond_90": sum(d.margin > float(np.quantile(changes, 0.9)) for d in other),
+        "beyond_90": sum(d.margin > float(np.quantile(noise.changes, 0.9)) for d in other),
         "explained": audit.tie_tests[0].expected,
         "p": audit.tie_p_value,
         "num_beyond": audit.num_beyond,
+        "num_beyond_most": float(noise.flips(beyond, factor=OTHERS_FACTOR).sum()),
         "faults": sum(d.finding == Finding.FAULT for d in other),
         "outputs_with_faults": sum(own.first is not None for own in audit.judged),
         "largest_margin": max((d.margin for d in other), default=0.0),
-        "num_clear": num_clear,
-        "num_clear_found": num_clear_found,
+        **{kind: counts[kind] for kind in COUNTS},
         "is_found": audit.holds is False,
     }
 
@@ -182,6 +190,9 @@ def main() -> None:
         max_tokens=given.max_tokens,
     )
     engines, rows, noise = [], [], {}
+    for found in planted_rows(target, prompts, max_tokens=given.max_tokens, scorer=scorer):
+        rows.append(found)
+        _tell(found)
     for path in sorted(given.engines.glob("*.jsonl")) if given.engines else ():
         started_s = time.perf_counter()
         (file,) = parse_outputs(path.read_text(), target, name=path.name)
@@ -189,16 +200,11 @@ def main() -> None:
         seconds = time.perf_counter() - started_s
         engines.append(row(path.stem, audit) | {"engine": file.label, "seconds": seconds})
         _tell(engines[-1])
-        if not noise:
-            noise = audit.noise.to_json() | {"tokens_needed": audit.tokens_needed}
-    for found in planted_rows(target, prompts, max_tokens=given.max_tokens, scorer=scorer):
-        rows.append(found)
-        _tell(found)
-        noise = noise or {}
-        document = make_document(
-            "audit sensitivity", options, noise=noise, engines=engines, planted=rows
-        )
-        write_document(document, given.out)
+        noise = noise or audit.noise.to_json() | {"tokens_needed": audit.tokens_needed}
+    document = make_document(
+        "audit sensitivity", options, noise=noise, engines=engines, planted=rows
+    )
+    write_document(document, given.out)
 
 
 def _tell(found: Mapping[str, Any]) -> None:

@@ -77,6 +77,20 @@ def test_second_best_tokens_are_found(share, found):
     assert num_found / 60 == pytest.approx(found, abs=0.02)
 
 
+def test_single_tokens_below_the_bound_are_ties_and_many_of_them_are_found(monkeypatch):
+    rng = np.random.default_rng(5)
+    known, gaps = GapNoise.of(drawn(rng)), rng.exponential(3, 2304)
+    is_near = (gaps > 4 * known.scale) & (gaps <= known.bound)
+    is_tie = drawn(rng, 2304) < -gaps
+    for num, is_found in ((1, False), (14, True)):
+        planted = is_tie.copy()
+        planted[np.flatnonzero(is_near)[:num]] = True
+        assert (tie_p_value(tie_tests(known, gaps, planted)) < noise.TIE_ALPHA) == is_found
+    # The size of their own is what finds them.
+    monkeypatch.setattr(noise, "TIE_SIZES", noise.TIE_SIZES[:-1])
+    assert tie_p_value(tie_tests(known, gaps, planted)) > noise.TIE_ALPHA
+
+
 def test_a_wider_noise_would_not_find_them():
     """The sabotage: pooled changes that are ten times too large."""
     rng = np.random.default_rng(4)
