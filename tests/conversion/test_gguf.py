@@ -109,8 +109,9 @@ def assert_logits(model, reference, *, num_tokens: int) -> None:
     with torch.no_grad():
         theirs = reference(torch.from_numpy(tokens).long()).logits.numpy()
     ours = np.asarray(prompt_logits(packed_model(model), tokens))
-    # The real model's logits go up to 32, so that its last bits are worth 2e-6.
-    assert np.abs(ours - theirs).max() <= max(1e-4, 1e-5 * np.abs(theirs).max())
+    # The real model's logits go up to 34. There torch in fp32 is 7e-5 from torch in fp64, and the
+    # native kernels are 2e-4.
+    assert np.abs(ours - theirs).max() <= max(1e-4, 2e-5 * np.abs(theirs).max())
 
 
 # Tokenizers
@@ -282,7 +283,7 @@ def test_real_model_chats_and_drafts(real, tmp_path, monkeypatch, capsys):
         for content in ("Count from 1 to 30.", "Repeat: a b c a b c a b c", "What is a star?")
     ]
     params = jaxspec.SamplingParams(max_tokens=48)
-    settings = {"batch_size": 3, "max_length": 256, "verify_length": 5}
+    settings = {"batch_size": 3, "max_length": 256}
     plain, drafted = (
         jaxspec.Engine(target, drafter, **settings).generate(prompts, params)
         for drafter in (None, "ngram")
