@@ -399,8 +399,8 @@ class Comparison(Printed):
 
     @property
     def all_tables(self) -> list[TextTable]:
-        """The candidates; emitted tokens per round by category and candidate; differences on the
-        same prompts between every two; and the candidates that failed."""
+        """The candidates; their speed; emitted tokens per round by category and candidate;
+        differences on the same prompts between every two; and the candidates that failed."""
 
         def speedup(own: Candidate) -> str:
             ratios = self.speedups(own.label)
@@ -410,9 +410,6 @@ class Comparison(Printed):
             "candidate": "{label}",
             "draft,\nwindow": lambda own: "{draft_length}, {verify_length}".format_map(own.engine),
         }
-        if self.is_timed:
-            columns["tokens/s"] = lambda own: f"{own.tokens_per_s:.0f}"
-            columns["speed-up\n(range)"] = speedup
         columns |= {
             "rounds": lambda own: own.acceptance.num_rounds,
             "emitted\n/round": lambda own: f"{own.acceptance.emitted_per_round:.2f}",
@@ -421,7 +418,14 @@ class Comparison(Printed):
             ),
             "outputs": _equality,
         }
-        tables = [TextTable.of_columns("", columns, self.ran)] if self.ran else []
+        tables = [TextTable.of_columns("", columns, self.ran)]
+        if self.is_timed:
+            columns = {
+                "candidate": "{label}",
+                "tokens/s": lambda own: f"{own.tokens_per_s:.0f}",
+                "speed-up (range)": speedup,
+            }
+            tables.append(TextTable.of_columns("", columns, self.ran))
         categories = self.category_names
         found = [
             (category, own.label)
@@ -478,7 +482,7 @@ class Comparison(Printed):
             "none; [their own figures] are shown. (=): all, or all but a few, are equal.",
             *self.notes,
         ]
-        if self.is_timed and self.ran:
+        if self.is_timed:
             notes.append(
                 f"Speed-ups over {self.baseline.label} are ratios of whole runs in turns, prefill "
                 "included."
