@@ -48,7 +48,7 @@ from jaxspec.requests.requests import (
     params_of_prompts,
     prompt_token_ids,
 )
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.requests.shapes import as_prompts
 from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.extras import import_extra
@@ -86,8 +86,9 @@ class Setup:
 
     def make_drafter(self, target: Model) -> Drafter | None:
         """The drafter for a target."""
-        is_made = self.drafter is None or isinstance(self.drafter, Drafter)
-        return self.drafter if is_made else self.drafter(target)
+        if self.drafter is None or isinstance(self.drafter, Drafter):
+            return self.drafter
+        return self.drafter(target)
 
 
 def make_setup(
@@ -135,7 +136,7 @@ def make_setup(
     engine |= {name: own[name] for name in OF_ENGINE if name in own}
     sampling = {name: own[name] for name in OF_SAMPLING if name in own}
     EngineConfig(**engine)
-    SamplingParams(**({"max_tokens": 2**30} | sampling))
+    as_sampling_params({"max_tokens": 2**30} | sampling)
     return Setup(drafter=drafter, engine=engine, sampling=sampling)
 
 
@@ -985,7 +986,7 @@ def _differing(some: Sequence[Completion], others: Sequence[Completion]) -> tupl
 def _completion(fields: Mapping[str, Any]) -> Completion:
     """A completion of its JSON fields."""
     counts = {field.name for field in dataclasses.fields(Acceptance)}
-    own = {
+    own: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in fields["acceptance"].items()
         if name in counts
