@@ -177,7 +177,7 @@ class CompareCommand(JsonOption, PromptOptions):
                 f"{' '.join(counts) or 'Nothing'} was given to compare; name at least two, e.g. "
                 "--drafter none --drafter ngram, or --candidate LABEL=JSON."
             )
-        settings = {"batch_size": self.batch_size, "max_length": self.max_length}
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "max_length": self.max_length}
         if self.draft_length is not None:
             settings["draft_length"] = self.draft_length
         return {
