@@ -906,8 +906,10 @@ def judged(
     """A candidate with its divergences from the first of `others` that must emit the same."""
     alike = (one for one in others if one.is_coupled and one.requests == own.requests)
     reference = next(alike, None) if own.is_coupled else None
-    if reference is None:
-        return dataclasses.replace(own, must_be_equal=True)
+    if reference is None:  # a coupled one is its own
+        num = len(own.completions) if own.is_coupled else 0
+        itself = Divergences(num_outputs=num, differing=(), judged={})
+        return dataclasses.replace(own, divergences=itself, must_be_equal=True)
     params = [request.params for request in own.requests]
     found = judge_all(target, own.completions, reference.token_ids, params)
     layout = ("verify_length", "tree_depth")
