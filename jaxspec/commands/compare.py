@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import os
 import pathlib
 from typing import Any
 
@@ -23,6 +24,7 @@ from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.options import check_counts
 from jaxspec.runtime.report import check_can_plot, save_figure
+from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 # MT-Bench's categories, which are one task of Spec-Bench.
@@ -114,23 +116,31 @@ class CompareCommand(JsonOption, PromptOptions):
             encoded = encode_prompts(
                 lines, target, max_prompt_tokens=self.max_prompt_tokens, is_chat=self.chat
             )
+            stdout = os.dup(1)  # a signal closes what `print` writes to
+
+            def show_part() -> None:
+                if uninterrupted.is_ending.is_set():
+                    os.write(stdout, self._part(latest, len(setups)).encode())
+
             try:
-                comparison = compare(
-                    target,
-                    setups,
-                    encoded,
-                    params,
-                    categories=[self._category(line) for line in lines],
-                    repeats=self.repeats if self.timing else 0,
-                    output=self.output,
-                    resume=self.resume,
-                    on_stage=lambda stage: tell(status, stage),
-                    on_result=latest.append,
-                )
-            except KeyboardInterrupt:
-                status.stop()
-                self._show_part(console, latest, len(setups))
+                with called_at_end(show_part):
+                    comparison = compare(
+                        target,
+                        setups,
+                        encoded,
+                        params,
+                        categories=[self._category(line) for line in lines],
+                        repeats=self.repeats if self.timing else 0,
+                        output=self.output,
+                        resume=self.resume,
+                        on_stage=lambda stage: tell(status, stage),
+                        on_result=latest.append,
+                    )
+            except KeyboardInterrupt:  # where no signal ends the process, as in a notebook
+                print(self._part(latest, len(setups)), end="")
                 raise
+            finally:
+                os.close(stdout)
         tokenizer: Any = target.tokenizer
         is_text = any(isinstance(line.prompt, str) for line in lines)
         if is_text and not self.chat and tokenizer is not None and tokenizer.hf.chat_template:
@@ -177,7 +187,7 @@ class CompareCommand(JsonOption, PromptOptions):
                 f"{' '.join(counts) or 'Nothing'} was given to compare; name at least two, e.g. "
                 "--drafter none --drafter ngram, or --candidate LABEL=JSON."
             )
-        settings = {"batch_size": self.batch_size, "max_length": self.max_length}
+        settings: dict[str, Any] = {"batch_size": self.batch_size, "max_length": self.max_length}
         if self.draft_length is not None:
             settings["draft_length"] = self.draft_length
         return {
@@ -211,17 +221,14 @@ class CompareCommand(JsonOption, PromptOptions):
         category = category_of(line) or "all"
         return "mt_bench" if self.by_task and category in MT_BENCH else category
 
-    def _show_part(self, console: Console, latest: list[Comparison], num: int) -> None:
-        """Prints what an interrupted run has, and how to go on."""
-        if latest:
-            console.print(latest[-1])
+    def _part(self, latest: list[Comparison], num: int) -> str:
+        """What an interrupted run has, and how to go on."""
         num_done = len(latest[-1].ran) if latest else 0
         how = "add --output FILE to be able to go on next time"
         if self.output is not None:
             how = "give the same command with --resume to go on"
-        console.print(
-            f"{num_done} of {num} candidates are done; {how}.", style="bold", highlight=False
-        )
+        found = f"{latest[-1]}\n" if latest else ""
+        return f"{found}{num_done} of {num} candidates are done; {how}.\n"
 
 
 def category_of(line: PromptLine) -> str | None:

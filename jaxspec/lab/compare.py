@@ -48,7 +48,7 @@ from jaxspec.requests.requests import (
     params_of_prompts,
     prompt_token_ids,
 )
-from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params
 from jaxspec.requests.shapes import as_prompts
 from jaxspec.runtime.documents import as_json
 from jaxspec.runtime.extras import import_extra
@@ -86,8 +86,9 @@ class Setup:
 
     def make_drafter(self, target: Model) -> Drafter | None:
         """The drafter for a target."""
-        is_made = self.drafter is None or isinstance(self.drafter, Drafter)
-        return self.drafter if is_made else self.drafter(target)
+        if self.drafter is None or isinstance(self.drafter, Drafter):
+            return self.drafter
+        return self.drafter(target)
 
 
 def make_setup(
@@ -135,7 +136,7 @@ def make_setup(
     engine |= {name: own[name] for name in OF_ENGINE if name in own}
     sampling = {name: own[name] for name in OF_SAMPLING if name in own}
     EngineConfig(**engine)
-    SamplingParams(**({"max_tokens": 2**30} | sampling))
+    as_sampling_params({"max_tokens": 2**30} | sampling)
     return Setup(drafter=drafter, engine=engine, sampling=sampling)
 
 
@@ -399,8 +400,8 @@ class Comparison(Printed):
 
     @property
     def all_tables(self) -> list[TextTable]:
-        """The candidates; emitted tokens per round by category and candidate; differences on the
-        same prompts between every two; and the candidates that failed."""
+        """The candidates; their speed; emitted tokens per round by category and candidate;
+        differences on the same prompts between every two; and the candidates that failed."""
 
         def speedup(own: Candidate) -> str:
             ratios = self.speedups(own.label)
@@ -410,9 +411,6 @@ class Comparison(Printed):
             "candidate": "{label}",
             "draft,\nwindow": lambda own: "{draft_length}, {verify_length}".format_map(own.engine),
         }
-        if self.is_timed:
-            columns["tokens/s"] = lambda own: f"{own.tokens_per_s:.0f}"
-            columns["speed-up\n(range)"] = speedup
         columns |= {
             "rounds": lambda own: own.acceptance.num_rounds,
             "emitted\n/round": lambda own: f"{own.acceptance.emitted_per_round:.2f}",
@@ -421,7 +419,14 @@ class Comparison(Printed):
             ),
             "outputs": _equality,
         }
-        tables = [TextTable.of_columns("", columns, self.ran)] if self.ran else []
+        tables = [TextTable.of_columns("", columns, self.ran)]
+        if self.is_timed:
+            columns = {
+                "candidate": "{label}",
+                "tokens/s": lambda own: f"{own.tokens_per_s:.0f}",
+                "speed-up (range)": speedup,
+            }
+            tables.append(TextTable.of_columns("", columns, self.ran))
         categories = self.category_names
         found = [
             (category, own.label)
@@ -478,7 +483,7 @@ class Comparison(Printed):
             "none; [their own figures] are shown. (=): all, or all but a few, are equal.",
             *self.notes,
         ]
-        if self.is_timed and self.ran:
+        if self.is_timed:
             notes.append(
                 f"Speed-ups over {self.baseline.label} are ratios of whole runs in turns, prefill "
                 "included."
@@ -901,8 +906,10 @@ def judged(
     """A candidate with its divergences from the first of `others` that must emit the same."""
     alike = (one for one in others if one.is_coupled and one.requests == own.requests)
     reference = next(alike, None) if own.is_coupled else None
-    if reference is None:
-        return dataclasses.replace(own, must_be_equal=True)
+    if reference is None:  # a coupled one is its own
+        num = len(own.completions) if own.is_coupled else 0
+        itself = Divergences(num_outputs=num, differing=(), judged={})
+        return dataclasses.replace(own, divergences=itself, must_be_equal=True)
     params = [request.params for request in own.requests]
     found = judge_all(target, own.completions, reference.token_ids, params)
     layout = ("verify_length", "tree_depth")
@@ -981,7 +988,7 @@ def _differing(some: Sequence[Completion], others: Sequence[Completion]) -> tupl
 def _completion(fields: Mapping[str, Any]) -> Completion:
     """A completion of its JSON fields."""
     counts = {field.name for field in dataclasses.fields(Acceptance)}
-    own = {
+    own: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value
         for name, value in fields["acceptance"].items()
         if name in counts

@@ -111,7 +111,7 @@ def clustered_interval(
     return ratio_interval(np.bincount(cluster, weights=values), np.bincount(cluster), within=within)
 
 
-def _estimate(weights: np.ndarray, ratios: Any) -> tuple[np.ndarray, np.ndarray]:
+def _estimate(weights: np.ndarray, ratios: Any) -> tuple[Any, Any]:
     """The estimate and its standard error if clusters are counted as often as `weights`
     `[..., C]` say."""
     num, value, residuals = weights.shape[-1], 0.0, 0.0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -106,7 +105,7 @@ def _is_group(column: Any) -> bool:
     return column.dtype.kind not in "iuf" or column.nunique() <= 4
 
 
-def _of_tokens(judged: pandas.DataFrame, *, groups: str | None, axis: str | None) -> Figure:
+def _of_tokens(judged: Any, *, groups: str | None, axis: str | None) -> Figure:
     """The figure of drafted tokens that were judged."""
     given = [axis] if axis is not None else ["entropy_p", "overlap"]
     along = [name for name in given if name in judged]
@@ -132,7 +131,7 @@ def _say_intervals(figure: Figure, frame: pandas.DataFrame) -> None:
     figure.supxlabel(f"{CONFIDENCE:.0%} intervals over {num} requests: {few}", fontsize=8)
 
 
-def _accepted(judged: pandas.DataFrame) -> Interval:
+def _accepted(judged: Any) -> Interval:
     return clustered_interval(judged.accepted, judged.request_id, within=SHARE)
 
 
@@ -197,7 +196,7 @@ def _by_position_and_group(axes: Any, frame: pandas.DataFrame, by: str, name: st
 
 
 def draw_intervals(
-    axes: Any, at: Any, found: Sequence[Interval], *, is_across: bool = False, **style: Any
+    axes: Any, at: Any, found: Any, *, is_across: bool = False, **style: Any
 ) -> None:
     """Draws estimates with whiskers for their intervals, and dots for the points of those that have
     none. `at` are their places along x, or with `is_across` along y; `style` is that of
@@ -220,9 +219,7 @@ def draw_intervals(
         )
 
 
-def _along(
-    axes: Any, frame: pandas.DataFrame, name: str, what: str, within: tuple[float, float]
-) -> None:
+def _along(axes: Any, frame: Any, name: str, what: str, within: tuple[float, float]) -> None:
     """A figure over bins of equally many rows along an axis."""
     frame = frame[frame[name].notna()]
     values = frame[name]
@@ -234,7 +231,7 @@ def _along(
         clustered_interval(own[what], own.request_id, within=within)
         for _, own in frame.groupby(bins)
     ]
-    draw_intervals(axes, values.groupby(bins).mean().to_numpy(), found, color=BLUE)
+    draw_intervals(axes, np.asarray(values.groupby(bins).mean()), found, color=BLUE)
     label = LABELS.get(name, name)
     axes.set(
         xlabel=label,

@@ -1,6 +1,7 @@
 """`jaxspec compare`: tables, plot, document, and what it refuses."""
 
 import json
+import re
 
 import pytest
 import tyro
@@ -39,8 +40,9 @@ def test_a_run_with_tables_plot_and_document(models, prompts, tmp_path):
     text = console.export_text()
     assert "All outputs are equal" in text
     assert "…" not in text
-    for shown in ("tales (2)", "code (1)", "ngram - none", "accepted at"):
+    for shown in ("tales (2)", "code (1)", "ngram - none", "accepted at", "speed-up"):
         assert shown in text
+    assert re.search(r"^none .*[0-9] .*equal", text, re.MULTILINE)
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert document["holds"]
     assert document["inputs"].keys() == {"prompts.jsonl"}
