@@ -24,6 +24,7 @@ _EXPORTS = {
     "drafters.oracle": "Oracle",
     "engine.engine": "Engine",
     "engine.queue": "StreamOutput",
+    "engine.saved_runs": "SavedRun load_run",
     "engine.sessions": "Session",
     "lab.compare": "compare",
     "load.drafters": "load_drafter save_drafter",
@@ -32,7 +33,7 @@ _EXPORTS = {
     "models.config": "ModelConfig RopeConfig",
     "models.registry": "random_model",
     "requests.completions": "Completion Completions",
-    "requests.sampling_params": "SamplingParams",
+    "requests.sampling_params": "SamplingParams seeds",
     "runtime.compilation": "enable_compilation_cache",
     "schedulers": "Continuous Pool Static",
     "verifiers": "Block Coupled Rejection Typical",
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from jaxspec.drafters.oracle import Oracle as Oracle
     from jaxspec.engine.engine import Engine as Engine
     from jaxspec.engine.queue import StreamOutput as StreamOutput
+    from jaxspec.engine.saved_runs import SavedRun as SavedRun
+    from jaxspec.engine.saved_runs import load_run as load_run
     from jaxspec.engine.sessions import Session as Session
     from jaxspec.lab.compare import compare as compare
     from jaxspec.load.drafters import load_drafter as load_drafter
@@ -67,6 +70,7 @@ if TYPE_CHECKING:
     from jaxspec.requests.completions import Completion as Completion
     from jaxspec.requests.completions import Completions as Completions
     from jaxspec.requests.sampling_params import SamplingParams as SamplingParams
+    from jaxspec.requests.sampling_params import seeds as seeds
     from jaxspec.runtime.compilation import enable_compilation_cache as enable_compilation_cache
     from jaxspec.schedulers import Continuous as Continuous
     from jaxspec.schedulers import Pool as Pool

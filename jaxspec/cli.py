@@ -316,7 +316,7 @@ def check_xla_flags() -> None:
 def run_command(args: Sequence[str]) -> int:
     """Parses `args` and runs the command they name; raises whatever that raises."""
     check_arguments(args)
-    name, *options = args or ["help"]
+    name, *given = args or ["help"]
     if name in ("-h", "--help", "help"):
         print(help_text())
         return 0
@@ -337,21 +337,32 @@ def run_command(args: Sequence[str]) -> int:
     from jaxspec.commands.options import parse
     from jaxspec.runtime.compilation import finish_cache_writes
     from jaxspec.runtime.console import Console
+    from jaxspec.runtime.directories import check_can_write
+    from jaxspec.runtime.documents import json_text, write_document
     from jaxspec.runtime.options import check_numbers
 
     command = parse(
         load_command(name),
         prog=f"jaxspec {name}",
-        args=options,
+        args=given,
         config=(tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone),
     )
     check_numbers(command)
+    # Of several commands (`bench`, `study`, `train`), the chosen one has the options.
+    options = vars(command if hasattr(command, "json") else next(iter(vars(command).values())))
+    if (json_file := options.get("json_file")) is not None:
+        if list(options.values()).count(json_file) > 1:
+            raise SettingError(
+                f"--json-file {json_file} was given, and another option names that file too; give "
+                "each a file of its own."
+            )
+        check_can_write(json_file)
     prepare_process()
     with signals.called_at_end(finish_cache_writes):
         document = command.run(Console())
-    if command.json:
-        from jaxspec.runtime.documents import json_text
-
+    if json_file is not None:
+        write_document(document, json_file)
+    if options["json"]:
         print(json_text(document))
     if document.get("holds") is False:
         return 3

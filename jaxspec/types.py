@@ -215,11 +215,14 @@ class Verdict(struct.PyTreeNode, kw_only=True):
         `Draft.depth`: N for a chain.
       next_token: `[B]` int32, the target's own token after the accepted path; -1 where the target's
         logits there are not finite.
+      chosen: `[B, N + 1]` int32, for traces: the token that the target draws after the newest one
+        (index 0) and after each node. None where the rule does not draw them.
     """
 
     num_accepted: jax.Array
     path: jax.Array
     next_token: jax.Array
+    chosen: jax.Array | None = None
 
 
 class Scores(struct.PyTreeNode, kw_only=True):
@@ -481,19 +484,25 @@ class RoundTrace(struct.PyTreeNode, kw_only=True):
 
 
 class TokenTrace(struct.PyTreeNode, kw_only=True):
-    """Every drafted token, rejected ones included, `[B, R, N]`; garbage beyond what was drafted.
+    """Every drafted token, rejected ones included, and the one that the target added itself, `[B,
+    R, N + 1]`: index n + 1 is node n, index 0 the target's own. Garbage beyond what was drafted,
+    and at index 0 where the round added no token.
 
     Attributes:
       token_id: int32.
-      parent: int16, its parent node; -1 is the newest committed token.
-      is_accepted: bool, accepted and kept.
+      target_token_id: int32, what the target wanted in its place: `Verdict.chosen`, or the arg max
+        of p.
+      parent: int16, the node that it follows; -1 is the newest committed token.
+      is_accepted: bool, drafted, accepted and kept.
       logprob_p: fp32, natural logarithm of its probability under p, the distribution that the row
         is sampled from (for a greedy row, at temperature 1); -inf where a filter removed it.
-      logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic.
+      logprob_q: fp32, under q, at the same temperature; NaN where the draft was deterministic, and
+        for the target's own token.
       rank: int32, 1-based rank under p, filtered tokens counted too.
     """
 
     token_id: jax.Array
+    target_token_id: jax.Array
     parent: jax.Array
     is_accepted: jax.Array
     logprob_p: jax.Array
@@ -502,8 +511,8 @@ class TokenTrace(struct.PyTreeNode, kw_only=True):
 
 
 class DistributionTrace(struct.PyTreeNode, kw_only=True):
-    """How p and q compare where each token was drafted, `[B, R, N]` fp32. A deterministic draft's q
-    is a point mass on its token.
+    """How p and q compare at each token of `TokenTrace`, `[B, R, N + 1]` fp32. A deterministic
+    draft's q is a point mass on its token; the target's own token has no q, and NaN in its place.
 
     Attributes:
       entropy_p: in nats.

@@ -38,7 +38,7 @@ from jaxspec.checkpoint.manifest import (
     write_manifest,
 )
 from jaxspec.errors import CheckpointError, DamagedError, ModelError, SettingError
-from jaxspec.kernels.base import unpacked
+from jaxspec.kernels.base import PackedWeight, TiedEmbedding, unpacked
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
@@ -139,10 +139,9 @@ def weights_digest(params: PyTree) -> str:
     """
     digest = xxhash.xxh3_128()
     for path, leaf in sorted(traverse_util.flatten_dict(_named(params)).items()):
-        if path == ("head",) and decoder.is_transposed(
-            unpacked(params["embedding"]), unpacked(params["head"])
-        ):
-            continue
+        if path == ("head",) and "embedding" in params:
+            if decoder.is_transposed(unpacked(params["embedding"]), unpacked(params["head"])):
+                continue
         rounded = np.asarray(unpacked(leaf)).astype(jnp.bfloat16)
         values = np.ascontiguousarray(rounded, np.float32)
         digest.update(f"{'/'.join(path)} {values.shape}\n".encode())
@@ -151,12 +150,15 @@ def weights_digest(params: PyTree) -> str:
 
 
 def _named(tree: Any) -> Any:
-    """Nested dicts with string keys, from dicts, tuples and lists."""
+    """Nested dicts with string keys, from dicts, tuples and lists, and from other pytrees by their
+    order."""
     if isinstance(tree, Mapping):
         return {str(name): _named(value) for name, value in tree.items()}
     if isinstance(tree, (tuple, list)):
         return {str(index): _named(value) for index, value in enumerate(tree)}
-    return tree
+    if isinstance(tree, (PackedWeight, TiedEmbedding)) or jax.tree_util.all_leaves([tree]):
+        return tree
+    return _named(jax.tree.leaves(tree))
 
 
 # Writing

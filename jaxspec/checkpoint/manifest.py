@@ -1,9 +1,9 @@
-"""`jaxspec.json`: what a directory records about its model or drafter, and its own files.
+"""`jaxspec.json`: what a directory records about its model, drafter or run, and its own files.
 
 It holds a checksum of every other file and one of itself, so that a directory whose bytes have
 changed is refused instead of being decoded with. The checksums (XXH3, 128 bits) find damage; they
-are not a signature: whoever can write to the directory can change them too. That of a drafter has
-a field `kind`.
+are not a signature: whoever can write to the directory can change them too. That of a drafter or a
+run has a field `kind`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import jax.numpy as jnp
 import xxhash
@@ -96,7 +96,26 @@ class DrafterManifest:
     files: dict[str, FileChecksum]
 
 
-Record = TypeVar("Record", Manifest, DrafterManifest)
+RUN = "run"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunManifest:
+    """The fields of `jaxspec.json` in a directory of a saved run.
+
+    Attributes:
+      kind: `run`.
+      run: see `engine.saved_runs.run_fields`.
+      files: size in bytes and checksum of every other file, by its path in the directory.
+    """
+
+    kind: str = RUN
+    run: dict[str, Any]
+    files: dict[str, FileChecksum]
+
+
+Record = TypeVar("Record", Manifest, DrafterManifest, RunManifest)
+AnyRecord: TypeAlias = Manifest | DrafterManifest | RunManifest
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,11 +128,13 @@ class FileChecksum:
 
 def described(kind: str | None) -> str:
     """What a directory of this kind holds, for messages; None is a model."""
-    return "a model" if kind is None else f"a drafter of kind {kind}"
+    return {None: "a model", RUN: "a saved run"}.get(kind, f"a drafter of kind {kind}")
 
 
 def again(kind: str | None) -> str:
     """What to do about a damaged directory of this kind, for messages."""
+    if kind == RUN:
+        return "save the run again"
     return "convert the model again" if kind is None else "train or fetch the drafter again"
 
 
@@ -144,7 +165,7 @@ def write_manifest(
     write_record(directory, manifest)
 
 
-def write_record(directory: Path, record: Manifest | DrafterManifest) -> None:
+def write_record(directory: Path, record: AnyRecord) -> None:
     """Writes a manifest as `jaxspec.json`, with the version of the format and a checksum."""
     described = json.loads(json_text(dataclasses.asdict(record)))  # as it will be read
     checksum = _checksum_of_fields(described)
@@ -191,12 +212,17 @@ def read_record(
       directory: the directory that holds the file.
       record: the dataclass; its fields have the right types.
       check: raises `ValueError` for values out of range.
-      kind: that of a drafter; None for a model.
+      kind: that of a drafter or a run; None for a model.
       verify: compare its own checksum too.
     """
     path = Path(directory) / MANIFEST
     fields = _read_fields(path, kind)
     stored = fields.get("kind")
+    if stored != kind and RUN in (stored, kind):
+        raise CheckpointError(
+            f"{directory} holds {described(stored)}, not {described(kind)}; name another, or read "
+            f"a run with jaxspec.load_run."
+        )
     if stored != kind:
         found, name, load = "a model", "draft_model", "load_model"
         if stored is not None:
@@ -208,7 +234,7 @@ def read_record(
     version, checksum = fields.pop("format_version"), fields.pop("checksum", None)
     if version != FORMAT_VERSION:
         raise CheckpointError(
-            f"{directory} has checkpoint format {str(version)[:20]}, this jaxspec reads format "
+            f"{directory} has format {str(version)[:20]}, this jaxspec reads format "
             f"{FORMAT_VERSION}; {again(kind)} or install the matching jaxspec."
         )
     if verify and checksum != _checksum_of_fields(fields):
@@ -243,9 +269,7 @@ def _read_fields(path: Path, kind: str | None = None) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def verified(
-    directory: Path, manifest: Manifest | DrafterManifest, *, verify: bool = True
-) -> Iterator[None]:
+def verified(directory: Path, manifest: AnyRecord, *, verify: bool = True) -> Iterator[None]:
     """Compares files with their checksums: small ones now, the rest while the block reads them.
 
     Args:

@@ -349,11 +349,6 @@ class BenchCommand:
 
     bench: Annotated[AnyBench, tyro.conf.arg(name="")]
 
-    @property
-    def json(self) -> bool:
-        """The option of the chosen bench."""
-        return self.bench.json
-
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the chosen bench; returns its JSON document."""
         find_modules_here()

@@ -35,6 +35,7 @@ from jaxspec.commands.progress import decoding, warm_up, working
 from jaxspec.decode.settings import DraftLength, Exactness, check_draft_length
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.engine import Engine, Progress
+from jaxspec.engine.saved_runs import run_fields
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.kernels.registry import family_of
 from jaxspec.load.drafters import MakeDrafter
@@ -119,6 +120,7 @@ class GenerateCommand(
     """Format of the output file; spec-bench is what Spec-Bench's own scorer reads."""
     trace: pathlib.Path | None = None
     """Parquet file with one row per round: context length, drafted, accepted and emitted tokens.
+    Its metadata (`attrs` in pandas) name settings, seeds, versions and digests of the weights.
     Written when all prompts are done; replaces an older one."""
 
     def run(self, console: Console) -> dict[str, Any]:
@@ -187,7 +189,7 @@ class GenerateCommand(
         else:
             completions, decode_s = self._decode(engine, requests, lines, file, num_done)
         total = Completions(completions).acceptance
-        self._write_trace(lines, completions)
+        self._write_trace(engine, lines, completions)
         if file is None:
             show_completions(console, completions, target.tokenizer)
         console.print(
@@ -410,8 +412,11 @@ class GenerateCommand(
             import_extra(module, "traces")
         check_can_write(self.trace)
 
-    def _write_trace(self, lines: Sequence[PromptLine], completions: Sequence[Completion]) -> None:
-        """Writes the rounds, with the fields that name each prompt's kind."""
+    def _write_trace(
+        self, engine: Engine, lines: Sequence[PromptLine], completions: Sequence[Completion]
+    ) -> None:
+        """Writes the rounds, with the fields that name each prompt's kind and, as `attrs` of the
+        frame, what the manifest of a saved run says."""
         if self.trace is None:
             return
         kinds = {
@@ -419,7 +424,9 @@ class GenerateCommand(
             for name in ("question_id", "category", "domain")
             if all(name in line.fields for line in lines)
         }
-        write_parquet(Completions(completions).rounds(**kinds), self.trace)
+        rounds = Completions(completions).rounds(**kinds)
+        rounds.attrs["jaxspec"] = run_fields(engine, completions)
+        write_parquet(rounds, self.trace)
 
 
 def show_completions(

@@ -7,20 +7,20 @@ import dataclasses
 import os
 import pathlib
 import sys
+import typing
 from collections.abc import Collection, Mapping
-from typing import Any, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 import tyro
 
-from jaxspec.cache.pages import KvDtype
 from jaxspec.commands.progress import working
 from jaxspec.engine.config import EngineConfig
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import MakeDrafter, choose_drafter
-from jaxspec.load.models import load_packed
+from jaxspec.load.models import KvDtype, load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
-from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams, as_sampling_params
+from jaxspec.requests.sampling_params import SamplingParams, as_sampling_params, seeds
 from jaxspec.runtime.options import check_counts
 from jaxspec.schedulers import make_scheduler
 
@@ -29,10 +29,12 @@ DtypeName: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class JsonOption:
-    """The option that every command has."""
+    """The options of a command's JSON document."""
 
     json: bool = False
     """Print one line of JSON at the end of standard output."""
+    json_file: pathlib.Path | None = None
+    """Write the same JSON to this file; replaces an older one."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -147,18 +149,8 @@ class SamplingOptions:
         return as_sampling_params(self.given_sampling())
 
     def with_seeds(self, params: SamplingParams, num_prompts: int) -> list[SamplingParams]:
-        """`params` of each prompt, with consecutive seeds; raises `SettingError` if there are not
-        so many."""
-        num_seeds = num_prompts * params.n
-        if self.seed + num_seeds - 1 > LARGEST_SEED:
-            raise SettingError(
-                f"--seed {self.seed} was given for {num_seeds} completions, which have consecutive "
-                f"seeds of at most 2**63 - 1; give at most {LARGEST_SEED - num_seeds + 1}."
-            )
-        return [
-            dataclasses.replace(params, seed=self.seed + index * params.n)
-            for index in range(num_prompts)
-        ]
+        """`seeds` of the prompts, from --seed on."""
+        return seeds(dataclasses.replace(params, seed=self.seed), num_prompts)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,6 +227,7 @@ def _settings_of(options: Any, field: str) -> dict[str, Any]:
 def parse(command: type[Any], **settings: Any) -> Any:
     """`tyro.cli`; if the command has a tuple `FIRST`, its help lists these options first, and the
     others under a heading of their own."""
+    _hide_empty_defaults(command)
     if not hasattr(command, "FIRST"):
         return tyro.cli(command, **settings)
     names = [field.name for field in dataclasses.fields(command)]
@@ -253,6 +246,23 @@ def parse(command: type[Any], **settings: Any) -> Any:
     found = tyro.cli(both, description=" ".join((command.__doc__ or "").split()), **settings)
     parts = {True: found, False: found.more}
     return command(**{name: getattr(parts[name in command.FIRST], name) for name in names})
+
+
+def _hide_empty_defaults(command: Any) -> None:
+    """Keeps the help of a command, and of commands that it chooses from, from saying of an option
+    that its default is None, or of a flag `--no-x` that it is True."""
+    if not (isinstance(command, type) and dataclasses.is_dataclass(command)):
+        for part in typing.get_args(command):
+            _hide_empty_defaults(part)
+        return
+    hints = typing.get_type_hints(command, include_extras=True)
+    nothing = tyro.conf.arg(help_behavior_hint="")
+    for field in dataclasses.fields(command):
+        if field.default is None or field.default is True:
+            owner = next(each for each in command.__mro__ if field.name in vars(each))
+            owner.__annotations__[field.name] = Annotated[hints[field.name], nothing]
+        else:
+            _hide_empty_defaults(hints[field.name])
 
 
 def drafter_of_command(

@@ -139,7 +139,7 @@ class PlanCommand(JsonOption):
         words = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name == "json" or value == field.default:
+            if field.name in ("json", "json_file") or value == field.default:
                 continue
             words.append("--" + field.name.replace("_", "-"))
             if not isinstance(value, bool):

@@ -26,11 +26,6 @@ class StudyCommand:
         tyro.conf.arg(name=""),
     ]
 
-    @property
-    def json(self) -> bool:
-        """The option of the chosen study."""
-        return self.study.json
-
     def run(self, console: Console) -> dict[str, Any]:
         """Runs the study; returns the JSON document."""
         return self.study.run(console)

@@ -126,11 +126,6 @@ class TrainCommand:
         tyro.conf.arg(name=""),
     ]
 
-    @property
-    def json(self) -> bool:
-        """The option of the chosen command."""
-        return self.what.json
-
     def run(self, console: Console) -> dict[str, Any]:
         """Trains; returns the JSON document."""
         return self.what.run(console)

@@ -81,7 +81,12 @@ def plain_round(parts: RoundParts, params: PyTree, state: DecodeState) -> Decode
         window=window,
         context=context,
         scores=Scores(logits=logits, hidden=hidden, features=features),
-        verdict=Verdict(num_accepted=none, path=nodes, next_token=token),
+        verdict=Verdict(
+            num_accepted=none,
+            path=nodes,
+            next_token=token,
+            chosen=token[:, None] if parts.verifier.is_coupled else None,
+        ),
         emission=Emission(
             tokens=token[:, None],
             origin=jnp.full((num_rows, 1), Origin.PLAIN, jnp.int8),

@@ -17,6 +17,7 @@ from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput
+from jaxspec.engine.saved_runs import RunSaver
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
@@ -65,6 +66,7 @@ class Engine:
       queue: requests that are waiting or have a row.
       row_store: moves rows that sessions keep; for checks and measurements.
       shape: `EngineShape` of the batch.
+      num_updates: how often `update_params` has replaced weights.
 
     Raises:
       SettingError: a setting out of range, or a state that does not fit into memory.
@@ -118,6 +120,7 @@ class Engine:
         self._core = EngineCore(self.executor, config, drafting=self.adaptive or FixedDrafting())
         self.queue, self.row_store = self._core.queue, self._core.kept.rows
         self._intake = Intake(self.executor, self.draft_length, self.max_logprobs)
+        self.num_updates = 0
 
     def __repr__(self) -> str:
         return _shown(self.describe())
@@ -219,7 +222,8 @@ class Engine:
         )
         options: dict[str, Any] = {"draft_length": draft_length, "timeout_s": timeout_s}
         found = self.run(requests, speculate=speculate, on_progress=on_progress, **options)
-        return Completions(found)
+        saver = RunSaver(self, speculate=speculate, draft_length=draft_length)
+        return Completions(found, save=saver)
 
     def run(
         self,
@@ -435,6 +439,7 @@ class Engine:
                     "KV is the old weights'; finish or cancel them first."
                 )
             self.executor.update_params(target=target, drafter=draft)
+            self.num_updates += 1
             if self.adaptive is not None and self.adaptive.controller is not None:
                 self.adaptive.controller.forget_acceptance()
             num_bytes = self._core.kept.parked_bytes

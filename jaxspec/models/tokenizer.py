@@ -188,6 +188,18 @@ class TextTokenizer:
             pieces[-1] += stream.end()
         return pieces
 
+    def texts(self, token_ids: Iterable[int]) -> list[str]:
+        """The text of each token as it stands after other text, special ones included; a token that
+        is a part of a character is shown as the replacement character, and -1 as nothing."""
+        before = self.hf.encode("a", add_special_tokens=False)
+        num_before = len(self.decode(before))
+        return [
+            self.decode([*before, token], skip_special_tokens=False)[num_before:]
+            if token >= 0
+            else ""
+            for token in token_ids
+        ]
+
     def stream(
         self, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
     ) -> TextStream:

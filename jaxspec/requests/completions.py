@@ -5,18 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import html
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
+from jaxspec.errors import SettingError
 from jaxspec.models.base import Model
 from jaxspec.models.tokenizer import TextTokenizer
+from jaxspec.requests.requests import Request
+from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.telemetry.frames import rounds_frame, tokens_frame
 from jaxspec.types import Finish, Origin, Trace
 
 if TYPE_CHECKING:
     import pandas
-from jaxspec.requests.requests import Request
 
 # What JSON has instead of a log-probability of minus infinity, as in vLLM's server.
 LEAST_LOGPROB = -9999.0
@@ -48,6 +51,7 @@ class Completion:
       acceptance: counts of drafted and accepted tokens, including those after a stop string.
       index: which of the prompt's `n` completions this is.
       seed: the seed of the request's draws; None for a greedy one.
+      sampling_params: those of the request, with this seed and `n` 1.
       logprobs: for each output token, log-probabilities by token id, of the emitted token and of
         the likeliest ones; None unless asked for.
       logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
@@ -80,6 +84,9 @@ class Completion:
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
     pieces: Sequence[str] = dataclasses.field(repr=False, default=())
     trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
+    sampling_params: SamplingParams | None = dataclasses.field(
+        repr=False, compare=False, default=None
+    )
 
     def to_json(self) -> dict:
         """Fields as JSON values, with vLLM's names. A log-probability of minus infinity (where a
@@ -183,7 +190,20 @@ class Completions(list[Completion]):
     shows all of them, with their tokens coloured by origin.
 
     Frames need an engine that records (`Engine(trace=...)`) and pandas (the `analysis` extra).
+
+    Args:
+      completions: they.
+      save: writes them to a directory; `Engine.generate` gives it.
     """
+
+    def __init__(
+        self, completions: Iterable[Completion] = (), *, save: Callable[..., None] | None = None
+    ):
+        super().__init__(completions)
+        self._save = save
+
+    def __reduce__(self):
+        return Completions, (list(self),)  # a copy does not know the engine
 
     @overload
     def __getitem__(self, index: SupportsIndex) -> Completion: ...
@@ -192,7 +212,7 @@ class Completions(list[Completion]):
     def __getitem__(self, index):
         """One of them, or some as `Completions`."""
         found = super().__getitem__(index)
-        return Completions(found) if isinstance(index, slice) else found
+        return Completions(found, save=self._save) if isinstance(index, slice) else found
 
     def __repr__(self) -> str:
         return f"<{self.summary}>"
@@ -215,6 +235,30 @@ class Completions(list[Completion]):
         )
         return f"{shown}<small>{self.summary}; {_html_legend()}</small>"
 
+    def save(
+        self, directory: str | os.PathLike, *, overwrite: bool = False, **columns: Iterable[Any]
+    ) -> None:
+        """Writes prompts, outputs, traces (as Parquet), settings, seeds, versions and digests of
+        the weights to a directory, which appears whole or not at all; `jaxspec.load_run` reads it.
+        The engine that generated them must still be there, with the same weights.
+
+        Args:
+          directory: to be made.
+          overwrite: replace a run that is there.
+          **columns: further columns of the tables, as in `rounds`.
+
+        Raises:
+          SettingError: they are not those of `Engine.generate`; the engine is gone or has other
+            weights; pandas or pyarrow is missing; a column does not fit.
+          CheckpointError: the directory exists, or cannot be written.
+        """
+        if self._save is None:
+            raise SettingError(
+                "Completions that Engine.generate did not return were to be saved, and a run names "
+                "the engine's settings and weights; save what generate returned, or a slice of it."
+            )
+        self._save(self, directory, overwrite=overwrite, columns=columns)
+
     def rounds(self, **columns: Iterable[Any]) -> pandas.DataFrame:
         """A frame with one row per request and round.
 
@@ -224,6 +268,8 @@ class Completions(list[Completion]):
           round: of this request, from 0.
           engine_round: rounds the engine had run before this one; rounds of different requests with
             the same number were computed together.
+          prompt_length: tokens of the prompt.
+          output_position: index in the output of the first token that the round emitted.
           context_length: committed tokens at the start of the round, prompt included.
           drafted: drafted tokens; 0 where the round decoded plainly.
           draft_depth: depth that the draft reached; equals `drafted` unless it was a tree.
@@ -242,8 +288,11 @@ class Completions(list[Completion]):
         """
         return rounds_frame(self, columns)
 
-    def tokens(self, **columns: Iterable[Any]) -> pandas.DataFrame:
-        """A frame with one row per drafted token, rejected ones included.
+    def tokens(
+        self, *, tokenizer: TextTokenizer | None = None, **columns: Iterable[Any]
+    ) -> pandas.DataFrame:
+        """A frame with one row per drafted token, rejected ones included, and one per token that
+        the target added itself. The rows of a round are its draft, then the target's own token.
 
         p is the distribution that the row is sampled from, after penalties, temperature and
         filters. q is the draft model's distribution at the same settings. A greedy row is traced at
@@ -252,31 +301,44 @@ class Completions(list[Completion]):
 
         Its columns, whole numbers int32, others fp32 unless stated:
           request_id, index, round: as in `rounds`.
-          node: in the draft.
+          kind: text, `drafted`; or the target's own token: `corrected` (a draft was rejected),
+            `bonus` (all were accepted) or `plain` (nothing was drafted).
+          node: in the draft; -1 for the target's own token.
           parent: the node it follows; -1 is the newest committed token.
           depth: 1 for the first drafted token.
           position: position of the token in the sequence, prompt included, from 0.
-          token_id: the drafted token.
+          output_position: the same without the prompt.
+          token_id: the token.
+          target_token_id: what the target wanted in its place: with the coupled verifier the token
+            that it draws there with the request's seed, else the likeliest under p. After rejected
+            drafts in a chain it is what the target would have wanted, had they been kept. -1 where
+            the target's logits are not finite.
           logprob_p: natural logarithm of its probability under p; -inf where a filter removed it.
-          logprob_q: under q; NaN where the drafter is deterministic.
+          logprob_q: under q; NaN where the drafter is deterministic, and for the target's own
+            token.
           rank: its rank under p, 1 being the likeliest; tokens that a filter removed are counted
             too.
-          accepted: bool, accepted and kept.
-          reached: bool, whether the verifier got to judge it: every node above it was kept, and the
-            output did not end before it. Conditional acceptance is the mean of `accepted` over
-            these rows.
+          accepted: bool, drafted, accepted and kept.
+          emitted: bool, `accepted` or the target's own: these rows, in order, are the output (and
+            what was decoded after its stop string).
+          reached: bool, whether the verifier got to judge it: it was drafted, every node above it
+            was kept, and the output did not end before it. Conditional acceptance is the mean of
+            `accepted` over these rows.
           entropy_p, entropy_q: in nats; only with `trace='distributions'`.
           overlap: sum of min(p, q), the probability that rejection sampling accepts a token drawn
             from q; only with `trace='distributions'`. The distribution of a deterministic drafter
-            is a point mass: entropy 0, and the overlap is p of its token.
+            is a point mass: entropy 0, and the overlap is p of its token. The target's own token
+            has no q: both are NaN.
+          token, target: the text of `token_id` and of `target_token_id`; only with a `tokenizer`.
 
         Args:
+          tokenizer: the model's, `model.tokenizer`.
           **columns: as in `rounds`.
 
         Raises:
           SettingError: there is no trace of tokens, no pandas, or a column does not fit.
         """
-        return tokens_frame(self, columns)
+        return tokens_frame(self, columns, None if tokenizer is None else tokenizer.texts)
 
 
 def counted(number: int, noun: str) -> str:
@@ -456,6 +518,7 @@ def make_completion(
         acceptance=acceptance,
         index=request.index,
         seed=request.params.seed if request.params.temperature else None,
+        sampling_params=request.params,
         logprobs=logprobs,
         logprobs_mode=logprobs_mode if logprobs is not None else None,
         num_reused_tokens=num_reused_tokens,

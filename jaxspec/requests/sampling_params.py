@@ -319,6 +319,33 @@ def as_sampling_params(params: SamplingParams | Mapping[str, Any] | None) -> Sam
         ) from error
 
 
+def seeds(
+    params: SamplingParams | Mapping[str, Any] | None, num_prompts: int
+) -> list[SamplingParams]:
+    """`params` for each of `num_prompts` prompts, with consecutive seeds, as the commands make
+    them. One seed for a list of prompts gives all of them the same noise.
+
+    Args:
+      params: those of the first prompt; a seed of None is 0. With `n` completions per prompt the
+        next prompt's seed is `n` higher.
+      num_prompts: at least 0.
+
+    Raises:
+      SettingError: a value out of range, or the last seed would be.
+    """
+    params = as_sampling_params(params)
+    num_prompts = whole_number("num_prompts", num_prompts, least=0)
+    first, num_seeds = params.seed or 0, num_prompts * params.n
+    if first + num_seeds - 1 > LARGEST_SEED:
+        raise SettingError(
+            f"The seed {first} was given for {num_seeds} completions, which have consecutive seeds "
+            f"of at most 2**63 - 1; give at most {LARGEST_SEED - num_seeds + 1}."
+        )
+    return [
+        dataclasses.replace(params, seed=first + index * params.n) for index in range(num_prompts)
+    ]
+
+
 # Fields of a generation config, by their names here; the second group applies only if it samples.
 _READ_ALWAYS = {
     "repetition_penalty": "repetition_penalty",

@@ -1,4 +1,4 @@
-"""What a round records on the device: every row's rounds and drafted tokens.
+"""What a round records on the device: every row's rounds, and their tokens.
 
 A row's history is indexed by its own count of rounds, so it stays right when rows change places,
 join late or end early. Nothing is written, or even allocated, unless requested: a state without a
@@ -37,11 +37,11 @@ class TraceConfig:
     """What the loop records.
 
     Each level includes the previous ones; with S slots and N draft nodes a row takes, in bytes, `24
-    S` (rounds), `19 S N` more (tokens) and `12 S N` more (distributions).
+    S` (rounds), `23 S (N + 1)` more (tokens) and `12 S (N + 1)` more (distributions).
 
     Attributes:
-      level: `rounds`; `tokens`, one record per drafted token; or `distributions`, with entropies
-        and overlap of p and q.
+      level: `rounds`; `tokens`, one record per drafted token and per token of the target's own; or
+        `distributions`, with entropies and overlap of p and q.
     """
 
     level: TraceLevel
@@ -74,22 +74,23 @@ def empty_trace(
     def of_rounds(dtype=jnp.int32) -> jax.Array:
         return jnp.zeros((num_rows, num_rounds), dtype)
 
-    def of_nodes(dtype=jnp.float32) -> jax.Array:
-        return jnp.zeros((num_rows, num_rounds, num_nodes), dtype)
+    def of_tokens(dtype=jnp.float32) -> jax.Array:
+        return jnp.zeros((num_rows, num_rounds, num_nodes + 1), dtype)
 
     tokens = distributions = None
     if config.has_tokens:
         tokens = TokenTrace(
-            token_id=of_nodes(jnp.int32),
-            parent=of_nodes(jnp.int16),
-            is_accepted=of_nodes(jnp.bool_),
-            logprob_p=of_nodes(),
-            logprob_q=of_nodes(),
-            rank=of_nodes(jnp.int32),
+            token_id=of_tokens(jnp.int32),
+            target_token_id=of_tokens(jnp.int32),
+            parent=of_tokens(jnp.int16),
+            is_accepted=of_tokens(jnp.bool_),
+            logprob_p=of_tokens(),
+            logprob_q=of_tokens(),
+            rank=of_tokens(jnp.int32),
         )
     if config.has_distributions:
         distributions = DistributionTrace(
-            entropy_p=of_nodes(), entropy_q=of_nodes(), overlap=of_nodes()
+            entropy_p=of_tokens(), entropy_q=of_tokens(), overlap=of_tokens()
         )
     rounds = RoundTrace(
         engine_round=of_rounds(),
@@ -111,8 +112,6 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
       info: that of the round.
     """
     draft, verdict, num_emitted = info.draft, info.verdict, info.emission.num_emitted
-    num_nodes = draft.tokens.shape[1]
-    node = jnp.arange(num_nodes, dtype=jnp.int32)[None]
     num_kept = jnp.minimum(verdict.num_accepted, num_emitted)
     rounds = RoundTrace(
         engine_round=jnp.broadcast_to(state.num_rounds, num_emitted.shape),
@@ -123,22 +122,20 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
         emitted=num_emitted,
     )
     tokens = distributions = None
-    if config.has_tokens and num_nodes:
-        is_kept = jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None] < num_kept[:, None]
-        is_accepted = jnp.any(
-            (verdict.path[..., None] == node[:, None]) & is_kept[..., None], axis=1
-        )
-
-        def before_nodes(values: jax.Array) -> jax.Array:
-            """The values `[B, N, V]` at each node's parent, from `[B, N + 1, V]`."""
-            if info.window.paths is None:
-                return values[:, :-1]
-            entry = jnp.where(draft.is_node, draft.parents + 1, 0)
-            return jnp.take_along_axis(values, entry[..., None], axis=1)
-
-        logits = before_nodes(sampling.adjust(info.scores.logits, info.rows, info.context))
+    if config.has_tokens:
+        # The target's own token follows the last accepted node; then come the nodes.
+        last = jnp.max(verdict.path, axis=1, keepdims=True, initial=-1)
+        token = jnp.concatenate([verdict.next_token[:, None], draft.tokens], axis=1)
+        parent = jnp.concatenate([last, draft.parents], axis=1)
+        # The window entry that each token follows; parents of padding may be garbage.
+        entry = 1 + jnp.concatenate([last, jnp.where(draft.is_node, draft.parents, -1)], axis=1)
+        adjusted = sampling.adjust(info.scores.logits, info.rows, info.context)
+        logits = jnp.take_along_axis(adjusted, entry[..., None], axis=1)
         p = sums.log_softmax(sampling.filtered_logits(logits, info.rows.sampling))
-        logit = sampling.of_tokens(logits, draft.tokens)[..., None]
+        logit = sampling.of_tokens(logits, token)[..., None]
+        chosen = verdict.chosen
+        if chosen is None:
+            chosen, _ = sampling.greedy_tokens(adjusted)
         has_probs = None
         logprob_q = jnp.full(draft.tokens.shape, jnp.nan, jnp.float32)
         if draft.q is not None:
@@ -148,12 +145,18 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
             logprob_q = jnp.where(
                 has_probs, jnp.log(sampling.of_tokens(draft.q, draft.tokens)), jnp.nan
             )
+        node = jnp.arange(draft.tokens.shape[1], dtype=jnp.int32)
+        is_kept = jnp.arange(verdict.path.shape[1], dtype=jnp.int32)[None] < num_kept[:, None]
+        is_accepted = jnp.any(
+            (verdict.path[..., None] == node[None, None]) & is_kept[..., None], axis=1
+        )
         tokens = TokenTrace(
-            token_id=draft.tokens,
-            parent=draft.parents.astype(jnp.int16),
-            is_accepted=is_accepted,
-            logprob_p=sampling.of_tokens(p, draft.tokens),
-            logprob_q=logprob_q,
+            token_id=token,
+            target_token_id=jnp.take_along_axis(chosen, entry, axis=1),
+            parent=parent.astype(jnp.int16),
+            is_accepted=_after_own(is_accepted, False),
+            logprob_p=sampling.of_tokens(p, token),
+            logprob_q=_after_own(logprob_q, jnp.nan),
             rank=1 + jnp.sum(logits > logit, axis=-1, dtype=jnp.int32),
         )
         if config.has_distributions:
@@ -163,23 +166,28 @@ def record_round(config: TraceConfig, state: DecodeState, info: RoundInfo) -> Tr
     )
 
 
+def _after_own(values: jax.Array, own: float) -> jax.Array:
+    """Values `[B, N]` of the nodes after that of the target's own token."""
+    return jnp.pad(values, ((0, 0), (1, 0)), constant_values=own)
+
+
 def _compare_distributions(
     log_p: jax.Array, draft: Draft, has_probs: jax.Array | None
 ) -> DistributionTrace:
-    """Entropies and overlap of p, given by its logarithm `[B, N, V]`, and the draft's q."""
+    """Entropies and overlap of p, given by its logarithm `[B, N + 1, V]`, and the draft's q."""
     p = jnp.exp(log_p)
-    of_point_mass = DistributionTrace(
-        entropy_p=sums.total(jnp.where(p > 0, -p * log_p, 0))[..., 0],
-        entropy_q=jnp.zeros(draft.tokens.shape, jnp.float32),
-        overlap=sampling.of_tokens(p, draft.tokens),
-    )
-    if draft.q is None or has_probs is None:
-        return of_point_mass
-    q = draft.q
-    log_q = jnp.log(jnp.where(q > 0, q, 1))
-    return of_point_mass.replace(
-        entropy_q=sums.total(-q * log_q)[..., 0],
-        overlap=jnp.where(has_probs, sums.total(jnp.minimum(p, q))[..., 0], of_point_mass.overlap),
+    entropy_p = sums.total(jnp.where(p > 0, -p * log_p, 0))[..., 0]
+    p = p[:, 1:]
+    entropy_q = jnp.zeros(draft.tokens.shape, jnp.float32)
+    overlap = sampling.of_tokens(p, draft.tokens)
+    if draft.q is not None and has_probs is not None:
+        q = draft.q
+        entropy_q = sums.total(-q * jnp.log(jnp.where(q > 0, q, 1)))[..., 0]
+        overlap = jnp.where(has_probs, sums.total(jnp.minimum(p, q))[..., 0], overlap)
+    return DistributionTrace(
+        entropy_p=entropy_p,
+        entropy_q=_after_own(entropy_q, jnp.nan),
+        overlap=_after_own(overlap, jnp.nan),
     )
 
 

@@ -48,7 +48,8 @@ class Coupled:
         self, logits: jax.Array, draft: Draft, rows: BatchView, prefix: DraftContext
     ) -> Verdict:
         """Follows the drafts that the target draws."""
-        return follow(choose(logits, rows, prefix), draft)
+        chosen = choose(logits, rows, prefix)
+        return follow(chosen, draft).replace(chosen=chosen)
 
 
 def follow(chosen: jax.Array, draft: Draft) -> Verdict:

@@ -20,7 +20,7 @@ import tiny
 from rich.console import Console
 
 from jaxspec import Block, Coupled, Engine, NGram, Rejection, SamplingParams, Typical
-from jaxspec.checkpoint.format import save_model
+from jaxspec.checkpoint.format import save_model, weights_digest
 from jaxspec.cli import main
 from jaxspec.commands import generate
 from jaxspec.commands import options as common
@@ -468,6 +468,12 @@ def test_a_trace(cli, models, tmp_path):
     kinds = rounds.groupby("request_id").domain.unique().map(list).to_dict()
     assert kinds == {"0-0": ["x"], "0-1": ["x"], "1-0": ["y"], "1-1": ["y"]}
     assert [file.name for file in tmp_path.iterdir() if "trace" in file.name] == ["trace.parquet"]
+    manifest = rounds.attrs["jaxspec"]
+    assert (manifest["seeds"], manifest["sampling"][0]["temperature"]) == ([0, 1, 2, 3], 1)
+    digest = weights_digest(load_model(str(models.target)).params)
+    assert manifest["weights"]["target"]["digest"] == digest
+    assert manifest["settings"]["verifier"]["class"] == "Coupled"
+    assert manifest["versions"] == result.document["versions"]
 
 
 @pytest.fixture
@@ -642,7 +648,7 @@ def test_refused_with_the_models_at_hand(refused, models, tmp_path):
     few.write_text("one\ntwo\nthree\n")
     sampled = ("--temperature", 1, "--seed", 2**63 - 2)
     assert (
-        "--seed 9223372036854775806 was given for 3 completions, which have consecutive seeds"
+        "The seed 9223372036854775806 was given for 3 completions, which have consecutive seeds"
         in refused(*base, "--prompts", few, *sampled)
     )
     template = refused("generate", "--target", models.no_template, *ONE, "--chat")

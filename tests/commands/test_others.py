@@ -46,7 +46,22 @@ def test_help_names_every_command_and_preset(cli):
         shown = cli(*words, "--help")
         assert shown.status == 0
         assert "--json" in shown.out
-        assert "{None}" not in shown.out
+        assert not re.search(r"\{None\}|default:\s*None|--no-.*default:\s*True", shown.out)
+
+
+def test_json_to_a_file(cli, refused, tmp_path, monkeypatch):
+    """The same document as on standard output, of commands of every kind; a file that another
+    option names, or that cannot be written, is refused before anything is done."""
+    monkeypatch.chdir(tmp_path)
+    result = cli("env", "--json", "--json-file", "env.json")
+    assert json.loads((tmp_path / "env.json").read_text()) == result.document
+    assert cli("env", "--json-file", "env.json").out.count("{") == 0
+    decoding = ("generate", "--target", "absent", "--prompt", "x")
+    same = refused(*decoding, "--output", "x", "--json-file", "x")
+    assert "another option names that file too; give each" in same
+    for words in (("env",), decoding, ("train", "lm", "--corpora", "absent", "--out", "x")):
+        assert "cannot be written (Is a directory)" in refused(*words, "--json-file", ".")
+    assert [file.name for file in tmp_path.iterdir()] == ["env.json"]
 
 
 def test_help_and_version_load_neither_jax_nor_a_command():

@@ -238,7 +238,7 @@ def check_rounds(heads, target, completions, all_params, *, weights=None):
             # Near its end a row's tree is cut by depth, which the reference does not know.
             if not drafted or room - length <= heads.config.num_heads:
                 continue
-            drafts = tokens.token_id[index][:drafted], tokens.parent[index][:drafted]
+            drafts = tokens.token_id[index][1:][:drafted], tokens.parent[index][1:][:drafted]
             assert_drafted(heads, reference, text, length, params, *drafts)
             num_drafts += 1
             verdicts.add((int(rounds.accepted[index]), int(rounds.draft_depth[index])))

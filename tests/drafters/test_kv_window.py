@@ -78,8 +78,8 @@ def drafts_of(executor, row):
     found = {}
     for index in range(int(state.counts.num_rounds[row])):
         num_drafted = int(rounds.drafted[row, index])
-        ids = tokens.token_id[row, index, :num_drafted]
-        log_q = np.where(ids < 0, np.inf, tokens.logprob_q[row, index, :num_drafted])
+        ids = tokens.token_id[row, index, 1 : num_drafted + 1]
+        log_q = np.where(ids < 0, np.inf, tokens.logprob_q[row, index, 1 : num_drafted + 1])
         found[int(rounds.context_length[row, index])] = ids.tolist(), log_q.tolist()
     return found
 

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxspec import SamplingParams
+from jaxspec import SamplingParams, seeds
 from jaxspec.errors import SettingError
 from jaxspec.requests.sampling_params import as_sampling_params
 
@@ -166,3 +166,21 @@ def test_a_flag_may_be_a_scalar():
 def test_a_dict_of_fields_may_hold_them_too():
     params = as_sampling_params({"max_tokens": np.int64(3), "stop_token_ids": np.array([0])})
     assert params == SamplingParams(max_tokens=3, stop_token_ids=(0,))
+
+
+def test_consecutive_seeds():
+    """One for each completion, as the command line makes them."""
+    params = SamplingParams(temperature=0.5, seed=3, n=2, max_tokens=7)
+    made = seeds(params, 3)
+    assert [each.seed for each in made] == [3, 5, 7]
+    assert {(each.n, each.temperature, each.max_tokens) for each in made} == {(2, 0.5, 7)}
+    assert [each.seed for each in seeds({"temperature": 1.0}, 2)] == [0, 1]
+    assert seeds(None, 0) == []
+    last = 2**63 - 1
+    assert [each.seed for each in seeds({"seed": last - 1}, 2)] == [last - 1, last]
+    with pytest.raises(
+        SettingError, match=rf"{last - 1} was given for 3 .*; give at most {last - 2}"
+    ):
+        seeds({"seed": last - 1}, 3)
+    with pytest.raises(SettingError, match="num_prompts"):
+        seeds(params, -1)

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tiny
 import toy
 
 import jaxspec
@@ -73,7 +74,8 @@ def assert_sums_equal_counters(completions):
     for completion in completions:
         counts, name = completion.acceptance, completion.request_id
         own = rounds[rounds.request_id == name]
-        drafted = tokens[tokens.request_id == name]
+        both = tokens[tokens.request_id == name]
+        drafted = both[both.kind == "drafted"]
         assert own["round"].tolist() == list(range(counts.num_rounds))
         assert own.emitted.sum() == counts.num_emitted_tokens
         assert own.accepted.sum() == drafted.accepted.sum() == counts.num_accepted_tokens
@@ -91,6 +93,12 @@ def assert_sums_equal_counters(completions):
         assert by_round.size().tolist() == expected.drafted.tolist()
         assert by_round.depth.max().tolist() == expected.draft_depth.tolist()
         assert by_round.accepted.sum().tolist() == expected.accepted.tolist()
+        assert (own.prompt_length == start).all()
+        assert own.output_position.tolist() == (own.context_length - start).tolist()
+        assert both.groupby("round").emitted.sum().tolist() == own.emitted.tolist()
+        kinds = np.where(own.accepted < own.drafted, "corrected", "bonus")
+        kinds = np.where(own.drafted == 0, "plain", kinds)[own.emitted > own.accepted]
+        assert both.kind[both.kind != "drafted"].tolist() == kinds.tolist()
 
 
 def assert_outputs_are_rebuilt(completions):
@@ -106,16 +114,30 @@ def assert_outputs_are_rebuilt(completions):
         assert np.flatnonzero(rebuilt < 0).tolist() == added.tolist()
         rebuilt[added] = output[added]
         assert rebuilt.tolist() == output.tolist()
+        emitted = tokens[(tokens.request_id == completion.request_id) & tokens.emitted]
+        assert emitted.token_id.tolist() == output.tolist()
+        assert emitted.output_position.tolist() == list(range(len(output)))
+        assert (emitted.position - emitted.output_position == start).all()
+        kinds = [Origin[kind.upper()] for kind in emitted.kind.replace("drafted", "accepted")]
+        assert kinds == list(completion.origins)
         is_accepted = [origin == Origin.ACCEPTED for origin in completion.origins]
         assert np.flatnonzero(is_accepted).tolist() == (kept.position - start).tolist()
 
 
 def assert_scores_are_right(completions, params, target, draft=None):
-    """Distributions of every drafted token, by feeding the model the whole text that stands before
-    it."""
-    rounds, tokens = completions.rounds(), completions.tokens()
+    """Distributions of every token, by feeding the model the whole text that stands before it."""
+    tokens = completions.tokens()
     assert len(tokens) > 50
-    assert 0 < tokens.accepted.sum() < len(tokens)
+    assert 0 < tokens.accepted.sum() < (tokens.kind == "drafted").sum()
+    contexts, of_request = contexts_of(completions)
+    prompts = [len(c.prompt_token_ids) for c in completions]
+    settings = [(params[index], prompts[index]) for index in of_request]
+    _assert_distributions(tokens, contexts, settings, target, draft)
+
+
+def contexts_of(completions):
+    """For each row of `tokens()`: the tokens before it, and the index of its request."""
+    rounds, tokens = completions.rounds(), completions.tokens()
     contexts, of_request = [], []
     whole = {c.request_id: c.prompt_token_ids + c.token_ids for c in completions}
     which = {c.request_id: index for index, c in enumerate(completions)}
@@ -124,14 +146,13 @@ def assert_scores_are_right(completions, params, target, draft=None):
     for row in tokens.itertuples():
         key = (row.request_id, row.round)
         path = seen[*key, row.parent] if row.parent >= 0 else ()
-        seen[*key, row.node] = (*path, row.token_id)
+        if row.node >= 0:
+            seen[*key, row.node] = (*path, row.token_id)
         assert row.depth == len(path) + 1
         assert row.position == lengths[key] + len(path)
         contexts.append(whole[row.request_id][: lengths[key]] + path)
         of_request.append(which[row.request_id])
-    prompts = [len(c.prompt_token_ids) for c in completions]
-    settings = [(params[index], prompts[index]) for index in of_request]
-    _assert_distributions(tokens, contexts, settings, target, draft)
+    return contexts, of_request
 
 
 def _assert_distributions(tokens, contexts, settings, target, draft):
@@ -146,6 +167,9 @@ def _assert_distributions(tokens, contexts, settings, target, draft):
         np.testing.assert_allclose(row.logprob_p, log_p[row.token_id], atol=2e-3)
         p = np.exp(log_p)
         np.testing.assert_allclose(row.entropy_p, entropy(p), atol=5e-3)
+        if row.kind != "drafted":
+            assert np.isnan([row.logprob_q, row.entropy_q, row.overlap]).all()
+            continue
         if draft is None:
             assert np.isnan(row.logprob_q)
             assert row.entropy_q == 0
@@ -234,6 +258,28 @@ def test_traces_of_sampled_rows_under_every_verifier(engines, target, draft, ver
     assert np.isneginf(completions.tokens().logprob_p).any()  # top-k and top-p removed some
 
 
+@pytest.mark.parametrize("verifier", [jaxspec.Coupled, jaxspec.Rejection])
+def test_the_target_wanted_what_plain_decoding_draws(engines, target, verifier):
+    """With the seed of the request, also after rejected drafts; under other verifiers and in greedy
+    rows the arg max of p."""
+    completions = engines[verifier].generate(toy.prompts(LENGTHS), SAMPLED)
+    tokens = completions.tokens()
+    is_coupled = verifier is jaxspec.Coupled
+    contexts, of_request = contexts_of(completions)
+    params = [dataclasses.replace(SAMPLED[index], max_tokens=1) for index in of_request]
+    if not is_coupled:
+        params = [dataclasses.replace(each, temperature=0.0) for each in params]
+    plain = make_engine(target, None, batch_size=7, draft_length=None, trace=None)
+    wanted = [one.token_ids[0] for one in plain.generate(list(map(list, contexts)), params)]
+    assert tokens.target_token_id.tolist() == wanted
+    judged = tokens[tokens.reached]
+    is_wanted = judged.token_id == judged.target_token_id
+    assert (is_wanted == judged.accepted).all() == is_coupled
+    assert (tokens.target_token_id != tokens.token_id)[~tokens.reached].any()
+    own = tokens[tokens.kind != "drafted"]
+    assert (own.token_id == own.target_token_id).all() == is_coupled
+
+
 def test_traces_of_greedy_rows(greedy, target, draft):
     assert_sums_equal_counters(greedy)
     assert_outputs_are_rebuilt(greedy)
@@ -274,6 +320,7 @@ def test_deterministic_drafters_and_trees(target, plain, drafter):
     assert_scores_are_right(completions, GREEDY, target)
     rounds, tokens = completions.rounds(), completions.tokens()
     if drafter == "tree":
+        tokens = tokens[tokens.kind == "drafted"]
         assert (rounds.draft_depth[rounds.drafted == 6] == 3).all()
         assert tokens.parent[tokens.node == 5].unique().tolist() == [3]
         siblings = tokens[tokens.reached].groupby(["request_id", "round", "depth"]).size()
@@ -408,7 +455,7 @@ def test_bytes_are_as_documented(target, level):
     engine = make_engine(target, jaxspec.NGram(), trace=level)
     state = engine.executor.eval_state()
     num_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(state.trace))
-    per_slot = {"rounds": 24, "tokens": 24 + 19 * 4, "distributions": 24 + (19 + 12) * 4}[level]
+    per_slot = {"rounds": 24, "tokens": 24 + 23 * 5, "distributions": 24 + (23 + 12) * 5}[level]
     assert num_bytes == engine.num_residents * MAX_LENGTH * per_slot
 
 
@@ -422,12 +469,16 @@ def test_a_row_has_room_for_every_round_it_can_take(target):
     assert_sums_equal_counters(completions)
 
 
-def test_plain_decoding_has_rounds_and_no_tokens(plain):
+def test_plain_decoding_has_one_token_a_round(plain):
     rounds, tokens = plain[:2].rounds(), plain.tokens()
     assert rounds.context_length.tolist() == [*range(3, 43), *range(20, 60)]
     assert (rounds.emitted == 1).all()
-    assert rounds.drafted.sum() == len(tokens) == 0
-    assert {"logprob_p", "logprob_q", "rank", "accepted"} <= set(tokens)
+    assert rounds.drafted.sum() == 0
+    assert set(tokens.kind) == {"plain"}
+    assert_outputs_are_rebuilt(plain)
+    assert (tokens.target_token_id == tokens.token_id).all()
+    assert (tokens["rank"] == 1).all()
+    assert not (tokens.reached | tokens.accepted).any()
     assert len(Completions().rounds()) == 0
 
 
@@ -437,11 +488,22 @@ def test_columns_and_their_types(greedy):
         for name, dtype in frame.dtypes.items():
             if name in ("logprob_p", "logprob_q", "entropy_p", "entropy_q", "overlap"):
                 assert dtype == np.float32, name
-            elif name in ("accepted", "reached") and frame is tokens:
+            elif name in ("accepted", "emitted", "reached") and frame is tokens:
                 assert dtype == np.bool_, name
-            elif name != "request_id":
+            elif name not in ("request_id", "kind"):
                 assert dtype == np.int32, name
     assert len(greedy[1:3].rounds()) == sum(c.acceptance.num_rounds for c in greedy[1:3])
+
+
+def test_texts_of_tokens(greedy):
+    """As they stand after other text; a part of a character is shown as such."""
+    text = tiny.tokenizer()
+    for frame in (greedy.tokens(tokenizer=text), greedy[:0].tokens(tokenizer=text)):
+        for name, of in (("token", "token_id"), ("target", "target_token_id")):
+            expected = [text.hf.decode([token]) for token in frame[of]]
+            assert frame[name].tolist() == expected
+    assert text.texts([tiny.BOS, -1]) == ["<s>", ""]
+    assert "token" not in greedy.tokens()
 
 
 def test_columns_of_the_caller(engines):
