@@ -1,22 +1,23 @@
 """The engine's steps: each admits requests, prefills prompts, runs rounds and collects completions.
-Callers that wait for output step the engine until it is there."""
+Callers that wait for output step the engine until it is there, unless a driver does."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
-import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxspec.engine.adaptive import FixedDrafting
 from jaxspec.engine.config import EngineConfig
+from jaxspec.engine.driver import DeviceLock, Driver
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
@@ -63,6 +64,7 @@ class EngineCore:
       queue: the requests, with its own lock, which is only held briefly.
       kept: the KV that outlives its request.
       metrics: counters.
+      driver: the thread that steps, within `driven`; otherwise None.
     """
 
     def __init__(
@@ -78,7 +80,8 @@ class EngineCore:
             session_bytes = free_memory()[0] // 4
         self.kept = KeptRows(executor, max_bytes=session_bytes)
         self.drafting = drafting
-        self.lock = threading.RLock()
+        self.lock = DeviceLock()
+        self.driver: Driver | None = None
         self.queue = RequestQueue(
             executor.num_rows, max_waiting=config.max_queue, abort=self._abort
         )
@@ -125,6 +128,39 @@ class EngineCore:
             raise RequestError(f"The engine {self._why_abandoned}; make another engine.")
         return compiled
 
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """A block in which one thread runs all steps; see `Engine.driven`.
+
+        Raises:
+          RequestError: the engine is driven already.
+        """
+        self.measure()
+        with self.lock:
+            if self.driver is not None:
+                raise RequestError(
+                    "engine.driven() was begun within another; one thread steps for all callers, "
+                    "so leave the second out."
+                )
+            self.driver = driver = Driver(self.queue, step=self._driven_step, fail=self._fail)
+        driver.start()
+        try:
+            yield
+        finally:
+            self.driver = None
+            driver.end()
+
+    def _driven_step(self) -> None:
+        self.lock.let_others_in()
+        self.step()
+
+    def _fail(self) -> None:
+        """Ends every request, after a step that failed."""
+        with self.lock:
+            self.reset()
+            self.metrics.abandon()
+            self.queue.end_all(Finish.DEVICE_ERROR)
+
     def shut_down(self) -> None:
         """Cancels every request, and drops the state."""
         with self.lock:
@@ -166,7 +202,9 @@ class EngineCore:
 
     def release(self) -> None:
         """Ends the requests that were given up, and frees their rows. If another thread is calling
-        the device, nothing happens; take the lock to wait for it."""
+        the device, or a driver will, nothing happens; take the lock to wait for it."""
+        if self.driver is not None and not self.lock.is_mine:
+            return
         if self.queue.has_given_up and self.lock.acquire(blocking=False):
             try:
                 self.watched(self._end_early)
@@ -189,6 +227,16 @@ class EngineCore:
 
     # Methods that wait for the output of requests, and step until it is there.
 
+    def advance(self, *, unless: Callable[[], bool]) -> None:
+        """Runs a step, or waits for one of the driver's, unless a condition holds."""
+        driver = self.driver
+        if driver is not None and not self.lock.is_mine:
+            driver.wait_for_step(unless=unless)
+            return
+        with self.lock:
+            if not unless():
+                self.step()
+
     def completions(
         self, tickets: Sequence[Ticket], on_progress: Callable[[Progress], None] | None
     ) -> Generator[Completion, None, None]:
@@ -198,9 +246,8 @@ class EngineCore:
             started_s, first_round = time.perf_counter(), self.num_rounds
             num_yielded = 0
             while num_yielded < len(tickets):
-                with self.lock:
-                    if tickets[num_yielded].completion is None:
-                        self.step()
+                first = tickets[num_yielded]
+                self.advance(unless=lambda first=first: first.completion is not None)
                 if on_progress is not None:
                     num_rounds = self.num_rounds - first_round
                     elapsed_s = time.perf_counter() - started_s
@@ -223,6 +270,9 @@ class EngineCore:
     def _stream(self, ticket: Ticket) -> Generator[Any, None, None]:
         try:
             yield None  # to `stream`
+            if self.driver is not None:
+                yield from self.driver.stream(ticket)
+                return
             is_done = False
             while not is_done:
                 with self.lock:
@@ -242,6 +292,12 @@ class EngineCore:
         return outputs
 
     async def _astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
+        if self.driver is not None:
+            driven = self._astream_driven(ticket, self.driver)
+            async with contextlib.aclosing(driven):
+                async for output in driven:
+                    yield output
+            return
         with self._shared_steps.for_stream(ticket):
             while True:
                 try:
@@ -262,6 +318,26 @@ class EngineCore:
                         yield output
             finally:
                 self.queue.give_up([ticket])
+
+    async def _astream_driven(
+        self, ticket: Ticket, driver: Driver
+    ) -> AsyncGenerator[StreamOutput, None]:
+        try:
+            while True:
+                try:
+                    self.queue.add(ticket)
+                    break
+                except QueueFullError:
+                    await driver.await_step()
+                if ticket.is_overdue:
+                    self.queue.abort(ticket, Finish.TIMEOUT)
+                    break
+            outputs = driver.astream(ticket)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            self.queue.give_up([ticket])
 
     # The parts of a step, in the order they run.
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
@@ -293,6 +294,7 @@ class Engine:
           SettingError: the id is not text.
         """
         self.queue.cancel(text("request_id", request_id))
+        self._core.release()
 
     def step(self) -> list[Completion]:
         """Admits waiting requests, prefills prompts and runs some rounds; returns the submitted
@@ -301,9 +303,13 @@ class Engine:
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
         prefilled, a step is a few rounds and one chunk of a prompt, so that a long prompt delays
         running rows by no more than a chunk at a time. If several prompts wait for idle rows, a
-        step prefills two more chunks for each idle row after the first.
+        step prefills two more chunks for each idle row after the first. Within `driven` it waits
+        for a step of the driver instead, unless there is something to return.
         """
-        self._core.step()
+        if self._core.driver is None:
+            self._core.step()
+        else:
+            self._core.advance(unless=lambda: self.queue.has_finished or self.queue.is_empty)
         return self.queue.take_finished()
 
     @property
@@ -339,11 +345,34 @@ class Engine:
         **settings: Unpack[RequestSettings],
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
-        and share the steps; another event loop is refused with a `RequestError`. Where `stream`
-        raises `QueueFullError`, this waits for a place in the queue.
+        and share the steps; another event loop is refused with a `RequestError`, except within
+        `driven`. Where `stream` raises `QueueFullError`, this waits for a place in the queue.
         """
         ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
         return self._core.astream(ticket)
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[Engine]:
+        """A block in which one thread runs all steps: while a request is unfinished, and not
+        otherwise. For servers: `submit`, `stream` and `astream` then never wait for a step that
+        runs, several event loops may stream at a time, and what is cancelled or overdue is freed
+        within a step, whoever else waits.
+
+        Requests that have not ended at the end of the block are cancelled. If a step raises an
+        error, this is logged, and the requests end with the stop reason `device failure`.
+
+        Raises:
+          RequestError: the engine is driven already.
+
+        Example:
+          >>> import jaxspec
+          >>> with jaxspec.Engine("demo-target", "ngram", batch_size=2).driven() as engine:
+          ...     pieces = list(engine.stream("Once upon a time", {"max_tokens": 8}))
+          >>> len(pieces[-1].completion.token_ids)
+          8
+        """
+        with self._core.driven():
+            yield self
 
     # Conversations, and prefixes that prompts share.
 

@@ -196,6 +196,10 @@ class RequestQueue:
       num_rows: rows on the device.
       max_waiting: tickets that may wait; more are refused.
       abort: makes the completion of a request that emitted nothing.
+
+    Attributes:
+      on_change: called after a ticket was added, given up or finished, perhaps by Python where it
+        frees a stream.
     """
 
     def __init__(
@@ -209,6 +213,7 @@ class RequestQueue:
         self._rows: list[Ticket | None] = [None] * num_rows
         self._finished: list[Completion] = []
         self._closed: str | None = None  # why the engine is closed
+        self.on_change: Callable[[], object] = lambda: None
 
     @property
     def num_waiting(self) -> int:
@@ -225,13 +230,18 @@ class RequestQueue:
     def num_unfinished(self) -> int:
         """Tickets that wait or have a row and were not given up."""
         with self._lock:
-            return sum(ticket.given_up is None for ticket in self._unfinished())
+            return sum(ticket.given_up is None for ticket in self.unfinished)
 
     @property
     def has_given_up(self) -> bool:
         """Whether a ticket was given up and has not ended yet."""
         with self._lock:
-            return any(ticket.given_up is not None for ticket in self._unfinished())
+            return any(ticket.given_up is not None for ticket in self.unfinished)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something to return."""
+        return bool(self._finished)
 
     @property
     def is_empty(self) -> bool:
@@ -239,7 +249,7 @@ class RequestQueue:
         will return, all that it has to."""
         with self._lock:
             return not self._finished and all(
-                ticket.given_up is not None and ticket.has_consumer for ticket in self._unfinished()
+                ticket.given_up is not None and ticket.has_consumer for ticket in self.unfinished
             )
 
     @property
@@ -252,8 +262,11 @@ class RequestQueue:
         """Tickets that have a row, by row."""
         return {row: ticket for row, ticket in enumerate(self._rows) if ticket is not None}
 
-    def _unfinished(self) -> list[Ticket]:
-        return [*self.tickets_by_row.values(), *self._waiting]
+    @property
+    def unfinished(self) -> list[Ticket]:
+        """Tickets without a completion, those that were given up included."""
+        with self._lock:
+            return [*self.tickets_by_row.values(), *self._waiting]
 
     def add(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Queues tickets for rows.
@@ -283,6 +296,7 @@ class RequestQueue:
                         )
                     self._names[name] = ticket
                 self._waiting.append(ticket)
+        self.on_change()
 
     def place_next(self, choose_row: Callable[[Ticket], int]) -> Ticket | None:
         """Gives the ticket that has waited longest the row that `choose_row` returns; None if no
@@ -315,6 +329,7 @@ class RequestQueue:
         it frees a stream, so it changes nothing else."""
         for ticket in tickets:
             ticket.is_cancelled = True
+        self.on_change()
 
     def end_waiting(self) -> None:
         """Ends waiting tickets that were given up."""
@@ -343,6 +358,7 @@ class RequestQueue:
                 del self._names[name]
             if not ticket.has_consumer:
                 self._finished.append(completion)
+        self.on_change()
 
     def take_finished(self) -> list[Completion]:
         """Completions of tickets without a consumer since the last call, in the order in which they
@@ -355,7 +371,7 @@ class RequestQueue:
         """Cancels every ticket, and refuses new ones."""
         with self._lock:
             self._closed = self._closed or "was shut down"
-            self.give_up(self._unfinished())
+            self.give_up(self.unfinished)
             self.end_waiting()
 
     def abandon(self, finish: Finish, why: str) -> None:
@@ -367,7 +383,12 @@ class RequestQueue:
         """
         with self._lock:
             self._closed = why
-            unfinished = self._unfinished()
+            self.end_all(finish)
+
+    def end_all(self, finish: Finish) -> None:
+        """Ends every ticket immediately, without output; `finish` is the reason."""
+        with self._lock:
+            unfinished = self.unfinished
             self._waiting.clear()
             for ticket in unfinished:
                 self.abort(ticket, finish)
