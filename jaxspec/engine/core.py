@@ -26,7 +26,6 @@ from jaxspec.engine.shared_steps import SharedSteps
 from jaxspec.engine.watchdog import StepTimeoutError, Watchdog
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion, make_completion
-from jaxspec.requests.requests import Request
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.host_limits import free_memory
 from jaxspec.telemetry.counters import Acceptance, Metrics
@@ -35,8 +34,6 @@ from jaxspec.types import DecodeState, Finish
 
 _log = logging.getLogger(__name__)
 
-# Rounds between two chunks of prompts, two pieces of a stream, and two checks of deadlines.
-ROUNDS_PER_CHUNK = 4
 # Chunks that a step may prefill for each idle row after the first. 48 requests of 512 + 64 tokens
 # at batch 16 take 703 rounds with 0, 157 with 1, 142 with 2, 131 with 4 and 129 without a limit;
 # the longest gap of a stream beside a burst of 15 prompts is 261, 481, 742, 920 and 1548 ms.
@@ -86,7 +83,9 @@ class EngineCore:
             executor.num_rows, max_waiting=config.max_queue, abort=self._abort
         )
         self.metrics = Metrics()
+        self.queue.on_finish = self._note_end
         self._rounds_per_sync = config.rounds_per_sync
+        self._rounds_per_piece = config.rounds_per_piece
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._shared_steps = SharedSteps(lambda: self.step())
@@ -104,7 +103,7 @@ class EngineCore:
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled and output is awaited, a step is a few chunks and `ROUNDS_PER_CHUNK` rounds."""
+        prefilled and output is awaited, a step is a few chunks and `rounds_per_piece` rounds."""
         self.watched(self._step)
 
     def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
@@ -284,24 +283,31 @@ class EngineCore:
         finally:
             self.queue.give_up([ticket])
 
-    def astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
-        """`stream` for asyncio; waits for a place in the queue first."""
-        outputs = self._astream(ticket)
+    def astream(
+        self, ticket: Ticket, add: Callable[[Ticket], object], *, wait: bool
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """`stream` for asyncio. `add` queues the ticket: at once, or, with `wait`, as soon as the
+        iterator has begun and there is a place for it."""
+        if not wait:
+            add(ticket)
+        outputs = self._astream(ticket, add if wait else None)
         # An event loop that does not run any more closes no generator.
         weakref.finalize(outputs, self.queue.give_up, [ticket]).atexit = False
         return outputs
 
-    async def _astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
+    async def _astream(
+        self, ticket: Ticket, add: Callable[[Ticket], object] | None
+    ) -> AsyncGenerator[StreamOutput, None]:
         if self.driver is not None:
-            driven = self._astream_driven(ticket, self.driver)
+            driven = self._astream_driven(ticket, self.driver, add)
             async with contextlib.aclosing(driven):
                 async for output in driven:
                     yield output
             return
         with self._shared_steps.for_stream(ticket):
-            while True:
+            while add is not None:
                 try:
-                    self.queue.add(ticket)
+                    add(ticket)
                     break
                 except QueueFullError:
                     await self._shared_steps.wait_for_step()
@@ -320,12 +326,12 @@ class EngineCore:
                 self.queue.give_up([ticket])
 
     async def _astream_driven(
-        self, ticket: Ticket, driver: Driver
+        self, ticket: Ticket, driver: Driver, add: Callable[[Ticket], object] | None
     ) -> AsyncGenerator[StreamOutput, None]:
         try:
-            while True:
+            while add is not None:
                 try:
-                    self.queue.add(ticket)
+                    add(ticket)
                     break
                 except QueueFullError:
                     await driver.await_step()
@@ -369,6 +375,7 @@ class EngineCore:
                 return
             assert ticket.row is not None, "it was placed"
             free.remove(ticket.row)
+            ticket.admitted_s = time.monotonic()
             ticket.arrival = next(self._arrivals)
             ticket.draft_limit = self.drafting.first_limit(ticket)
             self.kept.admit(ticket)
@@ -442,11 +449,11 @@ class EngineCore:
             for shard, number in collections.Counter(map(executor.shard_of, running)).items():
                 min_running[shard] = number
             if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
-                num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+                num_rounds = min(self._rounds_per_piece, num_rounds)
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
-            num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+            num_rounds = min(self._rounds_per_piece, num_rounds)
         choice = self.drafting.before_rounds(tickets, num_rounds)
         executor.run(
             choice.num_rounds,
@@ -463,6 +470,8 @@ class EngineCore:
         fields = ["num_committed", "finish", "counts", *self.drafting.state_fields]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
+        if any(ticket.streams_logprobs for ticket in tickets.values()):
+            fields += [name for name in ("tokens", "logprobs") if name not in fields]
         state = self.executor.fetch(*fields)
         answered_s = time.perf_counter()
         stopped, unreadable, ended = [], [], []
@@ -471,6 +480,7 @@ class EngineCore:
             # Otherwise the row would never be decoded, and the engine would step forever.
             assert state.finish[row] != Finish.PREFILLING or ticket.is_prefilling
             first, last = ticket.prompt_length, int(state.num_committed[row])
+            self._note_tokens(ticket, last - first)
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
             unread = slice(first + ticket.num_read, last)
             output = state.tokens[row, unread].tolist() if ticket.reads_output else []
@@ -480,7 +490,9 @@ class EngineCore:
                 if ticket.stopped is not None:
                     stopped.append(row)
                 elif is_live and ticket.is_streamed:
-                    ticket.buffer_output(output)
+                    wanted = ticket.request.params.logprobs
+                    logprobs = _logprobs(state, row, unread.start, last, wanted)
+                    ticket.buffer_output(output, logprobs)
             except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
                 unreadable.append(row)
@@ -501,6 +513,29 @@ class EngineCore:
                 self.kept.keep(tickets[row], state, row)
                 self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
 
+    def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
+        """Notes when a row's tokens were seen."""
+        now_s, number = time.monotonic(), num_emitted - ticket.acceptance.num_emitted_tokens
+        if number <= 0:
+            return
+        if ticket.last_token_s is None:
+            ticket.first_token_s, ticket.last_token_s, number = now_s, now_s, number - 1
+        if number:
+            self.metrics.note_tokens(now_s - ticket.last_token_s, number)
+        ticket.last_token_s = now_s
+
+    def _note_end(self, ticket: Ticket) -> None:
+        """Counts a ticket that has got its completion."""
+        done = ticket.completion
+        assert done is not None, "it has ended"
+        is_aborted = done.finish_reason == "abort"
+        self.metrics.note_end(
+            str(done.stop_reason) if is_aborted else done.finish_reason,
+            num_prompt=0 if ticket.admitted_s is None else ticket.prompt_length,
+            num_emitted=len(done.token_ids),
+            times=done.times,
+        )
+
     def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
         """The completion of a row that has ended, from a state on the host."""
         request = ticket.request
@@ -518,6 +553,7 @@ class EngineCore:
             logprobs_mode=self._logprobs_mode,
             num_reused_tokens=ticket.num_reused,
             num_reread_tokens=ticket.num_reread,
+            times=ticket.times,
         )
         try:
             return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
@@ -548,16 +584,17 @@ class EngineCore:
     def _why_abandoned(self) -> str:
         return f"ended because a step took longer than {self._step_timeout_s:g} s (step_timeout_s)"
 
-    def _abort(self, request: Request, finish: Finish) -> Completion:
+    def _abort(self, ticket: Ticket, finish: Finish) -> Completion:
         """The completion of a request that emitted nothing."""
         return make_completion(
-            request,
+            ticket.request,
             self.executor.parts.target,
             token_ids=(),
             origins=(),
             finish=finish,
             stop_token=-1,
             acceptance=Acceptance(),
+            times=ticket.times,
         )
 
 

@@ -17,7 +17,7 @@ from jaxspec.engine.executor import Executor, executor_of
 from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
-from jaxspec.engine.queue import StreamOutput
+from jaxspec.engine.queue import StreamOutput, Ticket
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.registry import family_of
@@ -155,13 +155,19 @@ class Engine:
         return dataclasses.replace(self.executor.memory, **kept_counts(self._core))
 
     def metrics(self) -> dict[str, Any]:
-        """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`).
+        """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`),
+        and how many requests have a row (`num_running`) or wait for one (`num_waiting`) now.
         Those of its sessions: tokens whose KV is now in rows (`num_resident_tokens`) and on the
         host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
         self._core.release()
-        return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
+        num_waiting = self.queue.num_waiting
+        now = {
+            "num_running": self.queue.num_unfinished - num_waiting,
+            "num_waiting": num_waiting,
+        }
+        return {**self._core.metrics.snapshot(), **now, **self._core.kept.metrics()}
 
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
@@ -278,12 +284,15 @@ class Engine:
             the session is closed, another engine's, or its last turn has not ended.
         """
         ticket = self._intake.single(prompt, params, request_id=request_id, **settings)
-        if session is None:
-            self.queue.add(ticket)
-        else:
-            check_kind("session", session, Session, "a session that engine.session() returned")
-            session.enqueue(ticket, self._core)
+        self._add(session)(ticket)
         return ticket.request.request_id
+
+    def _add(self, session: Session | None) -> Callable[[Ticket], None]:
+        """What queues a ticket, as the next turn of a session if there is one."""
+        if session is None:
+            return self.queue.add
+        check_kind("session", session, Session, "a session that engine.session() returned")
+        return lambda ticket: session.enqueue(ticket, self._core)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its completion holds the tokens emitted so far, with the finish reason
@@ -342,14 +351,17 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
+        session: Session | None = None,
+        wait: bool = True,
         **settings: Unpack[RequestSettings],
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
         and share the steps; another event loop is refused with a `RequestError`, except within
-        `driven`. Where `stream` raises `QueueFullError`, this waits for a place in the queue.
+        `driven`. Where `stream` raises `QueueFullError`, this waits for a place in the queue; with
+        `wait=False` it raises too, when it is called, and the request is queued then.
         """
         ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
-        return self._core.astream(ticket)
+        return self._core.astream(ticket, self._add(session), wait=flag("wait", wait))
 
     @contextlib.contextmanager
     def driven(self) -> Iterator[Engine]:

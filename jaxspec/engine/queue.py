@@ -8,11 +8,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jaxspec.engine.conversation import Conversation
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.models.tokenizer import TextTokenizer
-from jaxspec.requests.completions import Completion, OutputText, StopMatch
+from jaxspec.requests.completions import Completion, OutputText, RequestTimes, StopMatch
 from jaxspec.requests.requests import Request
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Finish
@@ -28,12 +29,14 @@ class StreamOutput:
       text: the text that became final since the last piece. Incomplete characters, and text that
         may turn into a stop string, come with a later piece. All pieces joined are the completion's
         text.
+      logprobs: of these tokens, as in `Completion.logprobs`; None unless asked for.
       completion: set only in the last piece.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[dict[int, float], ...] | None = None
     completion: Completion | None = None
 
 
@@ -65,8 +68,12 @@ class Ticket:
       output: the text of its output, once this has been read.
       acceptance: counts as of the host's last check.
       completion: its completion, once it has ended.
-      pending_output: token ids and text that the stream has not returned yet.
+      pending_output: token ids, text and log-probabilities that the stream has not returned yet.
       num_streamed: tokens put into `pending_output` so far.
+      arrival_s: when it was made, by `time.monotonic`.
+      admitted_s: when it got a row, or None.
+      first_token_s: when its first token was seen, or None.
+      last_token_s: when its newest token was seen, or None.
     """
 
     request: Request
@@ -87,8 +94,12 @@ class Ticket:
     output: OutputText | None = None
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     completion: Completion | None = None
-    pending_output: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    pending_output: list[tuple[tuple[int, ...], str, Any]] = dataclasses.field(default_factory=list)
     num_streamed: int = 0
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -110,6 +121,11 @@ class Ticket:
     def reads_output(self) -> bool:
         """Whether the host must see the output as it is emitted."""
         return self.is_streamed or bool(self.request.params.stop)
+
+    @property
+    def streams_logprobs(self) -> bool:
+        """Whether log-probabilities are read as they are emitted."""
+        return self.is_streamed and self.request.params.logprobs is not None
 
     @property
     def is_overdue(self) -> bool:
@@ -156,12 +172,20 @@ class Ticket:
                 )
             self.output.push(token_ids)
 
-    def buffer_output(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens that were read, and text that has become final, to `pending_output`."""
+    @property
+    def times(self) -> RequestTimes:
+        """When things happened to it, up to now, which is its end."""
+        names = ("arrival_s", "admitted_s", "first_token_s", "last_token_s")
+        seen = {name: getattr(self, name) for name in names}
+        return RequestTimes(**seen, end_s=time.monotonic())
+
+    def buffer_output(self, token_ids: Sequence[int], logprobs: Any = None) -> None:
+        """Adds tokens that were read, with their log-probabilities, and text that has become final,
+        to `pending_output`."""
         if not token_ids:
             return
         text = "" if self.output is None else self.output.take_settled()
-        self.pending_output.append((tuple(token_ids), text))
+        self.pending_output.append((tuple(token_ids), text, logprobs))
         self.num_streamed += len(token_ids)
 
     def take_output(self) -> list[StreamOutput]:
@@ -170,15 +194,17 @@ class Ticket:
         request_id, completion = self.request.request_id, self.completion
         num_shown = 0 if self.output is None else self.output.num_taken
         outputs = [
-            StreamOutput(request_id=request_id, token_ids=token_ids, text=text)
-            for token_ids, text in pending
+            StreamOutput(request_id=request_id, token_ids=token_ids, text=text, logprobs=logprobs)
+            for token_ids, text, logprobs in pending
         ]
         if completion is not None:
+            logprobs = completion.logprobs
             outputs.append(
                 StreamOutput(
                     request_id=request_id,
                     token_ids=completion.token_ids[self.num_streamed :],
                     text=(completion.text or "")[num_shown:],
+                    logprobs=None if logprobs is None else logprobs[self.num_streamed :],
                     completion=completion,
                 )
             )
@@ -200,10 +226,11 @@ class RequestQueue:
     Attributes:
       on_change: called after a ticket was added, given up or finished, perhaps by Python where it
         frees a stream.
+      on_finish: called with a ticket that has got its completion.
     """
 
     def __init__(
-        self, num_rows: int, *, max_waiting: int, abort: Callable[[Request, Finish], Completion]
+        self, num_rows: int, *, max_waiting: int, abort: Callable[[Ticket, Finish], Completion]
     ):
         self._lock = threading.RLock()
         self._max_waiting = max_waiting
@@ -214,6 +241,7 @@ class RequestQueue:
         self._finished: list[Completion] = []
         self._closed: str | None = None  # why the engine is closed
         self.on_change: Callable[[], object] = lambda: None
+        self.on_finish: Callable[[Ticket], object] = lambda ticket: None
 
     @property
     def num_waiting(self) -> int:
@@ -341,7 +369,7 @@ class RequestQueue:
 
     def abort(self, ticket: Ticket, finish: Finish) -> None:
         """Finishes a ticket without output."""
-        self.finish(ticket, self._abort(ticket.request, finish))
+        self.finish(ticket, self._abort(ticket, finish))
 
     def finish(self, ticket: Ticket, completion: Completion) -> None:
         """Gives a ticket its completion, and frees its name and its row. A ticket that already has
@@ -350,6 +378,7 @@ class RequestQueue:
             if ticket.completion is not None:
                 return
             ticket.completion, ticket.acceptance = completion, completion.acceptance
+            self.on_finish(ticket)
             if ticket.row is not None:
                 self._rows[ticket.row] = None
                 ticket.row = None
