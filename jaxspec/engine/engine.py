@@ -303,7 +303,6 @@ class Engine:
           SettingError: the id is not text.
         """
         self.queue.cancel(text("request_id", request_id))
-        self._core.release()
 
     def step(self) -> list[Completion]:
         """Admits waiting requests, prefills prompts and runs some rounds; returns the submitted
