@@ -12,12 +12,11 @@ from typing import Any, Literal, TypeAlias
 
 import tyro
 
-from jaxspec.cache.pages import KvDtype
 from jaxspec.commands.progress import working
 from jaxspec.engine.config import EngineConfig
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import MakeDrafter, choose_drafter
-from jaxspec.load.models import load_packed
+from jaxspec.load.models import KvDtype, load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.prompts import PromptLine, Turns, json_object, load_prompts
 from jaxspec.requests.sampling_params import LARGEST_SEED, SamplingParams, as_sampling_params
@@ -133,7 +132,7 @@ class SamplingOptions:
         """The fields of `SamplingParams` that were given."""
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         values = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        more = _settings_of(self, "sampling_args")
+        more = settings_of(self, "sampling_args")
         if "n" in more:
             raise SettingError(
                 "n was given in --sampling-args, which are those of one completion; leave it out "
@@ -208,7 +207,7 @@ class EngineArgs:
         Raises:
           SettingError: there is no such setting, it is an option of its own, or its value is wrong.
         """
-        given = _settings_of(self, "engine_args")
+        given = settings_of(self, "engine_args")
         names = {field.name for field in dataclasses.fields(EngineConfig)}
         names -= {"mesh", "trace", "max_logprobs", *vars(self)}
         if unknown := [name for name in given if name not in names]:
@@ -221,7 +220,7 @@ class EngineArgs:
         return given
 
 
-def _settings_of(options: Any, field: str) -> dict[str, Any]:
+def settings_of(options: Any, field: str) -> dict[str, Any]:
     """The JSON object in a field of these options, none of whose names is an option of its own."""
     option = "--" + field.replace("_", "-")
     given = json_object(option, getattr(options, field)) or {}

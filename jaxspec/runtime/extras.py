@@ -9,8 +9,8 @@ from typing import Any
 from jaxspec.errors import SettingError
 
 
-def import_extra(module: str, purpose: str) -> Any:
-    """A module of the `analysis` extra.
+def import_extra(module: str, purpose: str, *, extra: str = "analysis") -> Any:
+    """A module of an extra.
 
     Raises:
       SettingError: it is not installed.
@@ -21,7 +21,7 @@ def import_extra(module: str, purpose: str) -> Any:
         package = module.split(".")[0]
         raise SettingError(
             f"{package} is needed for {purpose}, and is not installed; install it with pip install "
-            "'jaxspec-decoding[analysis]'."
+            f"'jaxspec-decoding[{extra}]'."
         ) from error
 
 
