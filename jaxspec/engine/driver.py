@@ -8,7 +8,7 @@ import contextlib
 import logging
 import queue
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator
 from typing import TypeAlias
 
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
@@ -175,7 +175,7 @@ class Driver:
                 is_done = output.completion is not None
                 yield output
 
-    async def astream(self, ticket: Ticket) -> AsyncIterator[StreamOutput]:
+    async def astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for the running event loop."""
         event_loop = asyncio.get_running_loop()
         ticket.event_loop = event_loop

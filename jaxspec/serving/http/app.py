@@ -10,7 +10,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
@@ -197,7 +197,8 @@ class Service:
         defaults: dict[str, Any] = {"temperature": 1.0}
         self.defaults = SamplingParams(**defaults)
         if settings.generation_config == "model":
-            self.defaults = SamplingParams.from_generation_config(engine.target)
+            target: Any = engine.target
+            self.defaults = SamplingParams.from_generation_config(target)
         self.started_s = int(time.time())
         template = settings.chat_template or self.tokenizer.hf.chat_template
         more = {"defaults": repr(self.defaults), "chat_template": repr(template)}
@@ -321,7 +322,7 @@ class Generation:
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(16)
         self.created = int(time.time())
         self.names: list[str] = []
-        self.streams: list[AsyncIterator[StreamOutput]] = []
+        self.streams: list[AsyncGenerator[StreamOutput, None]] = []
         self.copies = 1
         self.num_emitted: dict[int, int] = {}
         self.offsets: dict[int, int] = {}
@@ -481,7 +482,7 @@ class Generation:
             **more,
         }
 
-    async def chunks(self) -> AsyncIterator[dict[str, Any]]:
+    async def chunks(self) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a stream, the last with the usage if that was asked for."""
         options = self.body.stream_options or protocol.StreamOptions()
         pieces: asyncio.Queue[Any] = asyncio.Queue()
