@@ -268,9 +268,12 @@ def leave_a_plain_response(url):
 def test_a_client_that_goes_away_frees_its_rows_without_other_traffic(
     server, engine, is_slow, leave
 ):
+    before = engine.metrics()["num_by_finish_reason"]
     leave(server[0])
     assert until(lambda: not engine.queue.unfinished, limit_s=1.0)
-    assert engine.metrics()["num_by_finish_reason"]["cancelled"] > 0
+    after = engine.metrics()["num_by_finish_reason"]
+    assert after["cancelled"] > before.get("cancelled", 0)
+    assert after.get("length") == before.get("length")
 
 
 def test_a_handler_that_does_not_await_the_disconnect_is_seen(server, engine, is_slow, monkeypatch):
