@@ -131,7 +131,7 @@ def compare(engine, number, *, num_clients=16, seed=0):
 def make_engine(drafter):
     target = jaxspec.load_model("demo-target")
     if drafter == "heads":
-        return Engine(target, heads.random_heads(target), **SHAPE)
+        return Engine(target, heads.random_heads("medusa", target), **SHAPE)
     settings = dict(SHAPE)
     if drafter == "none":
         del settings["draft_length"]
