@@ -66,7 +66,6 @@ def logprobs_of(choice):
 async def ask(client, body, way, delay_s):
     """The choices of a response as `(text, token ids, log-probabilities, reason)`; None if the
     client has gone away."""
-    await asyncio.sleep(3 * delay_s)
     options = {**body, "model": MODEL, "extra_body": {"return_token_ids": True}}
     if way == "plain":
         done = await client.completions.create(**options)
@@ -114,6 +113,7 @@ def compare(engine, number, *, num_clients=16, seed=0):
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
 
             async def one(case):
+                await asyncio.sleep(3 * case[-1])
                 async with places:
                     return await ask(client, *case)
 
