@@ -28,6 +28,7 @@ COMMANDS = {
     "demo": ("commands.demo:DemoCommand", "see it work on a small trained pair"),
     "generate": ("commands.generate:GenerateCommand", "complete a prompt, or a file of them"),
     "chat": ("commands.chat:ChatCommand", "chat in the terminal; KV is kept between turns"),
+    "serve": ("commands.serve:ServeCommand", "serve a model with OpenAI's routes"),
     "audit": ("commands.audit:AuditCommand", "check that outputs are the target's own"),
     "compare": (
         "commands.compare:CompareCommand",

@@ -164,6 +164,7 @@ NO_MEASUREMENTS = {
     "sampling": ["| verifier |"],
     "scaling": ["| claim |", "| curve |", "| gate |"],
     "security": ["| input |"],
+    "server": ["| route |", "| name |"],
     "study": ["| file |"],
     "trees": ["| | what it drafts |"],
 }

@@ -31,7 +31,7 @@ ROOMS = [
     ("decode", "the round and the loop"),
     ("requests", "prompts and sampling parameters in, completions out"),
     ("engine", "the executor, and a queue and a clock over it"),
-    ("serving", "prefill, insert, generate, free"),
+    ("serving", "prefill, insert, generate, free; a server"),
     ("training, audit, conformance, testing", "draft models; proofs, also of a user's own parts"),
     ("lab", "costs, plans, comparisons, plots, measurements, studies"),
     ("planning, trees", "names of `lab` and `drafters` for users"),
@@ -211,11 +211,15 @@ def run(code: str) -> None:
 
 
 def test_the_package_decodes_without_optional_libraries():
-    """Pallas, pandas, matplotlib and torch are blocked, and what only commands need."""
+    """Pallas, pandas, matplotlib and torch are blocked, and what only commands and the server
+    need."""
     run("""
 import sys
 
-BLOCKED = ("jax.experimental.pallas", "pandas", "matplotlib", "torch", "tyro", "IPython")
+BLOCKED = (
+    "jax.experimental.pallas", "pandas", "matplotlib", "torch", "tyro", "IPython",
+    "fastapi", "starlette", "uvicorn", "prometheus_client",
+)
 
 class Blocker:
     def find_spec(self, name, path=None, target=None):

@@ -135,7 +135,7 @@ class SamplingOptions:
         """The fields of `SamplingParams` that were given."""
         names = [field.name for field in dataclasses.fields(SamplingParams)]
         values = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        more = _settings_of(self, "sampling_args")
+        more = settings_of(self, "sampling_args")
         if "n" in more:
             raise SettingError(
                 "n was given in --sampling-args, which are those of one completion; leave it out "
@@ -191,8 +191,9 @@ class EngineArgs:
     """More settings of `jaxspec.Engine`, as a JSON object, such as `{"scheduler": "pool"}`. Rows
     take part in rounds by `scheduler` (`continuous`; `static`, as in EQSPEC; `pool`, as in EXSPEC),
     and their KV is stored by `layout` (`ragged`; `aligned`, as in EQSPEC). `check_invariants` tests
-    KV and positions after every round. Others are `prefill_chunk`, `rounds_per_sync`, `tree_depth`,
-    `budget_bytes`, `session_bytes`, `step_timeout_s` and `logprobs_mode`."""
+    KV and positions after every round. Others are `prefill_chunk`, `rounds_per_sync`,
+    `rounds_per_piece`, `max_queue`, `tree_depth`, `budget_bytes`, `session_bytes`, `step_timeout_s`
+    and `logprobs_mode`."""
 
     def given_engine(self) -> dict[str, Any]:
         """The settings that were given.
@@ -200,7 +201,7 @@ class EngineArgs:
         Raises:
           SettingError: there is no such setting, it is an option of its own, or its value is wrong.
         """
-        given = _settings_of(self, "engine_args")
+        given = settings_of(self, "engine_args")
         names = {field.name for field in dataclasses.fields(EngineConfig)}
         names -= {"mesh", "trace", "max_logprobs", *vars(self)}
         if unknown := [name for name in given if name not in names]:
@@ -213,7 +214,7 @@ class EngineArgs:
         return given
 
 
-def _settings_of(options: Any, field: str) -> dict[str, Any]:
+def settings_of(options: Any, field: str) -> dict[str, Any]:
     """The JSON object in a field of these options, none of whose names is an option of its own."""
     option = "--" + field.replace("_", "-")
     given = json_object(option, getattr(options, field)) or {}

@@ -67,6 +67,7 @@ class EngineSettings(ServingSettings, total=False):
     tree_depth: int | None
     budget_bytes: int | None
     rounds_per_sync: int
+    rounds_per_piece: int
     max_queue: int
     step_timeout_s: float | None
     session_bytes: int | None
@@ -117,6 +118,8 @@ class EngineConfig:
       prefill_chunk: tokens of a chunk of a prompt. A call prefills several chunks, of one prompt or
         of several.
       rounds_per_sync: most rounds that run before the host checks for finished rows.
+      rounds_per_piece: most rounds between two pieces of a stream, two chunks of prompts while rows
+        are running, and two checks of deadlines.
       max_queue: requests that may wait for a row; `submit` refuses more.
       step_timeout_s: seconds that a step may take, not counting compilation. After that every
         request ends with the stop reason `device timeout`, and the engine accepts no more. None: no
@@ -151,6 +154,7 @@ class EngineConfig:
     budget_bytes: int | None = None
     prefill_chunk: int = 128
     rounds_per_sync: int = 32
+    rounds_per_piece: int = 4
     max_queue: int = 1024
     step_timeout_s: float | None = None
     session_bytes: int | None = None
@@ -181,6 +185,7 @@ class EngineConfig:
                 "prefill_chunk", self.prefill_chunk, least=1, most=longest_chunk
             ),
             "rounds_per_sync": whole_number("rounds_per_sync", self.rounds_per_sync, least=1),
+            "rounds_per_piece": whole_number("rounds_per_piece", self.rounds_per_piece, least=1),
             "max_queue": whole_number("max_queue", self.max_queue, least=1),
             "step_timeout_s": seconds("step_timeout_s", self.step_timeout_s),
             "session_bytes": _number_or_none(

@@ -1,22 +1,23 @@
 """The engine's steps: each admits requests, prefills prompts, runs rounds and collects completions.
-Callers that wait for output step the engine until it is there."""
+Callers that wait for output step the engine until it is there, unless a driver does."""
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import itertools
 import logging
-import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from jaxspec.engine.adaptive import FixedDrafting
 from jaxspec.engine.config import EngineConfig
+from jaxspec.engine.driver import DeviceLock, Driver
 from jaxspec.engine.executor import Executor
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
@@ -25,7 +26,6 @@ from jaxspec.engine.shared_steps import SharedSteps
 from jaxspec.engine.watchdog import StepTimeoutError, Watchdog
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion, make_completion
-from jaxspec.requests.requests import Request
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.host_limits import free_memory
 from jaxspec.telemetry.counters import Acceptance, Metrics
@@ -34,8 +34,6 @@ from jaxspec.types import DecodeState, Finish
 
 _log = logging.getLogger(__name__)
 
-# Rounds between two chunks of prompts, two pieces of a stream, and two checks of deadlines.
-ROUNDS_PER_CHUNK = 4
 # Chunks that a step may prefill for each idle row after the first. 48 requests of 512 + 64 tokens
 # at batch 16 take 703 rounds with 0, 157 with 1, 142 with 2, 131 with 4 and 129 without a limit;
 # the longest gap of a stream beside a burst of 15 prompts is 261, 481, 742, 920 and 1548 ms.
@@ -63,6 +61,7 @@ class EngineCore:
       queue: the requests, with its own lock, which is only held briefly.
       kept: the KV that outlives its request.
       metrics: counters.
+      driver: the thread that steps, within `driven`; otherwise None.
     """
 
     def __init__(
@@ -78,12 +77,15 @@ class EngineCore:
             session_bytes = free_memory()[0] // 4
         self.kept = KeptRows(executor, max_bytes=session_bytes)
         self.drafting = drafting
-        self.lock = threading.RLock()
+        self.lock = DeviceLock()
+        self.driver: Driver | None = None
         self.queue = RequestQueue(
             executor.num_rows, max_waiting=config.max_queue, abort=self._abort
         )
         self.metrics = Metrics()
+        self.queue.on_finish = self._note_end
         self._rounds_per_sync = config.rounds_per_sync
+        self._rounds_per_piece = config.rounds_per_piece
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._shared_steps = SharedSteps(lambda: self.step())
@@ -101,7 +103,7 @@ class EngineCore:
 
     def step(self) -> None:
         """One step: until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled and output is awaited, a step is a few chunks and `ROUNDS_PER_CHUNK` rounds."""
+        prefilled and output is awaited, a step is a few chunks and `rounds_per_piece` rounds."""
         self.watched(self._step)
 
     def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
@@ -124,6 +126,39 @@ class EngineCore:
         if self._is_abandoned:
             raise RequestError(f"The engine {self._why_abandoned}; make another engine.")
         return compiled
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """A block in which one thread runs all steps; see `Engine.driven`.
+
+        Raises:
+          RequestError: the engine is driven already.
+        """
+        self.measure()
+        with self.lock:
+            if self.driver is not None:
+                raise RequestError(
+                    "engine.driven() was begun within another; one thread steps for all callers, "
+                    "so leave the second out."
+                )
+            self.driver = driver = Driver(self.queue, step=self._driven_step, fail=self._fail)
+        driver.start()
+        try:
+            yield
+        finally:
+            self.driver = None
+            driver.end()
+
+    def _driven_step(self) -> None:
+        self.lock.let_others_in()
+        self.step()
+
+    def _fail(self) -> None:
+        """Ends every request, after a step that failed."""
+        with self.lock:
+            self.reset()
+            self.metrics.abandon()
+            self.queue.end_all(Finish.DEVICE_ERROR)
 
     def shut_down(self) -> None:
         """Cancels every request, and drops the state."""
@@ -166,7 +201,9 @@ class EngineCore:
 
     def release(self) -> None:
         """Ends the requests that were given up, and frees their rows. If another thread is calling
-        the device, nothing happens; take the lock to wait for it."""
+        the device, or a driver will, nothing happens; take the lock to wait for it."""
+        if self.driver is not None and not self.lock.is_mine:
+            return
         if self.queue.has_given_up and self.lock.acquire(blocking=False):
             try:
                 self.watched(self._end_early)
@@ -189,6 +226,16 @@ class EngineCore:
 
     # Methods that wait for the output of requests, and step until it is there.
 
+    def advance(self, *, unless: Callable[[], bool]) -> None:
+        """Runs a step, or waits for one of the driver's, unless a condition holds."""
+        driver = self.driver
+        if driver is not None and not self.lock.is_mine:
+            driver.wait_for_step(unless=unless)
+            return
+        with self.lock:
+            if not unless():
+                self.step()
+
     def completions(
         self, tickets: Sequence[Ticket], on_progress: Callable[[Progress], None] | None
     ) -> Generator[Completion, None, None]:
@@ -198,9 +245,8 @@ class EngineCore:
             started_s, first_round = time.perf_counter(), self.num_rounds
             num_yielded = 0
             while num_yielded < len(tickets):
-                with self.lock:
-                    if tickets[num_yielded].completion is None:
-                        self.step()
+                first = tickets[num_yielded]
+                self.advance(unless=lambda first=first: first.completion is not None)
                 if on_progress is not None:
                     num_rounds = self.num_rounds - first_round
                     elapsed_s = time.perf_counter() - started_s
@@ -223,6 +269,9 @@ class EngineCore:
     def _stream(self, ticket: Ticket) -> Generator[Any, None, None]:
         try:
             yield None  # to `stream`
+            if self.driver is not None:
+                yield from self.driver.stream(ticket)
+                return
             is_done = False
             while not is_done:
                 with self.lock:
@@ -234,18 +283,31 @@ class EngineCore:
         finally:
             self.queue.give_up([ticket])
 
-    def astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
-        """`stream` for asyncio; waits for a place in the queue first."""
-        outputs = self._astream(ticket)
+    def astream(
+        self, ticket: Ticket, add: Callable[[Ticket], object], *, wait: bool
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """`stream` for asyncio. `add` queues the ticket: at once, or, with `wait`, as soon as the
+        iterator has begun and there is a place for it."""
+        if not wait:
+            add(ticket)
+        outputs = self._astream(ticket, add if wait else None)
         # An event loop that does not run any more closes no generator.
         weakref.finalize(outputs, self.queue.give_up, [ticket]).atexit = False
         return outputs
 
-    async def _astream(self, ticket: Ticket) -> AsyncGenerator[StreamOutput, None]:
+    async def _astream(
+        self, ticket: Ticket, add: Callable[[Ticket], object] | None
+    ) -> AsyncGenerator[StreamOutput, None]:
+        if self.driver is not None:
+            driven = self._astream_driven(ticket, self.driver, add)
+            async with contextlib.aclosing(driven):
+                async for output in driven:
+                    yield output
+            return
         with self._shared_steps.for_stream(ticket):
-            while True:
+            while add is not None:
                 try:
-                    self.queue.add(ticket)
+                    add(ticket)
                     break
                 except QueueFullError:
                     await self._shared_steps.wait_for_step()
@@ -262,6 +324,26 @@ class EngineCore:
                         yield output
             finally:
                 self.queue.give_up([ticket])
+
+    async def _astream_driven(
+        self, ticket: Ticket, driver: Driver, add: Callable[[Ticket], object] | None
+    ) -> AsyncGenerator[StreamOutput, None]:
+        try:
+            while add is not None:
+                try:
+                    add(ticket)
+                    break
+                except QueueFullError:
+                    await driver.await_step()
+                if ticket.is_overdue:
+                    self.queue.abort(ticket, Finish.TIMEOUT)
+                    break
+            outputs = driver.astream(ticket)
+            async with contextlib.aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        finally:
+            self.queue.give_up([ticket])
 
     # The parts of a step, in the order they run.
 
@@ -293,6 +375,7 @@ class EngineCore:
                 return
             assert ticket.row is not None, "it was placed"
             free.remove(ticket.row)
+            ticket.admitted_s = time.monotonic()
             ticket.arrival = next(self._arrivals)
             ticket.draft_limit = self.drafting.first_limit(ticket)
             self.kept.admit(ticket)
@@ -368,11 +451,11 @@ class EngineCore:
             for shard, number in collections.Counter(map(executor.shard_of, running)).items():
                 min_running[shard] = number
             if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
-                num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+                num_rounds = min(self._rounds_per_piece, num_rounds)
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if any(ticket.deadline is not None for ticket in tickets.values()):
-            num_rounds = min(ROUNDS_PER_CHUNK, num_rounds)
+            num_rounds = min(self._rounds_per_piece, num_rounds)
         choice = self.drafting.before_rounds(tickets, num_rounds)
         executor.run(
             choice.num_rounds,
@@ -389,6 +472,8 @@ class EngineCore:
         fields = ["num_committed", "finish", "counts", *self.drafting.state_fields]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
+        if any(ticket.streams_logprobs for ticket in tickets.values()):
+            fields += [name for name in ("tokens", "logprobs") if name not in fields]
         state = self.executor.fetch(*fields)
         answered_s = time.perf_counter()
         stopped, unreadable, ended = [], [], []
@@ -397,6 +482,7 @@ class EngineCore:
             # Otherwise the row would never be decoded, and the engine would step forever.
             assert state.finish[row] != Finish.PREFILLING or ticket.is_prefilling
             first, last = ticket.prompt_length, int(state.num_committed[row])
+            self._note_tokens(ticket, last - first)
             ticket.acceptance = Acceptance.of_row(state.counts, row, num_emitted=last - first)
             unread = slice(first + ticket.num_read, last)
             output = state.tokens[row, unread].tolist() if ticket.reads_output else []
@@ -406,7 +492,9 @@ class EngineCore:
                 if ticket.stopped is not None:
                     stopped.append(row)
                 elif is_live and ticket.is_streamed:
-                    ticket.buffer_output(output)
+                    wanted = ticket.request.params.logprobs
+                    logprobs = _logprobs(state, row, unread.start, last, wanted)
+                    ticket.buffer_output(output, logprobs)
             except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
                 unreadable.append(row)
@@ -427,6 +515,29 @@ class EngineCore:
                 self.kept.keep(tickets[row], state, row)
                 self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
 
+    def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
+        """Notes when a row's tokens were seen."""
+        now_s, number = time.monotonic(), num_emitted - ticket.acceptance.num_emitted_tokens
+        if number <= 0:
+            return
+        if ticket.last_token_s is None:
+            ticket.first_token_s, ticket.last_token_s, number = now_s, now_s, number - 1
+        if number:
+            self.metrics.note_tokens(now_s - ticket.last_token_s, number)
+        ticket.last_token_s = now_s
+
+    def _note_end(self, ticket: Ticket) -> None:
+        """Counts a ticket that has got its completion."""
+        done = ticket.completion
+        assert done is not None, "it has ended"
+        is_aborted = done.finish_reason == "abort"
+        self.metrics.note_end(
+            str(done.stop_reason) if is_aborted else done.finish_reason,
+            num_prompt=0 if ticket.admitted_s is None else ticket.prompt_length,
+            num_emitted=len(done.token_ids),
+            times=done.times,
+        )
+
     def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
         """The completion of a row that has ended, from a state on the host."""
         request = ticket.request
@@ -444,6 +555,7 @@ class EngineCore:
             logprobs_mode=self._logprobs_mode,
             num_reused_tokens=ticket.num_reused,
             num_reread_tokens=ticket.num_reread,
+            times=ticket.times,
         )
         try:
             return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
@@ -474,16 +586,17 @@ class EngineCore:
     def _why_abandoned(self) -> str:
         return f"ended because a step took longer than {self._step_timeout_s:g} s (step_timeout_s)"
 
-    def _abort(self, request: Request, finish: Finish) -> Completion:
+    def _abort(self, ticket: Ticket, finish: Finish) -> Completion:
         """The completion of a request that emitted nothing."""
         return make_completion(
-            request,
+            ticket.request,
             self.executor.parts.target,
             token_ids=(),
             origins=(),
             finish=finish,
             stop_token=-1,
             acceptance=Acceptance(),
+            times=ticket.times,
         )
 
 

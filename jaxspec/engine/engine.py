@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
-from collections.abc import AsyncGenerator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 from jaxspec.decode.settings import DraftLength, default_draft_length, warn_of_unused
@@ -16,7 +17,7 @@ from jaxspec.engine.executor import Executor, executor_of
 from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
 from jaxspec.engine.memory import Memory, in_units
 from jaxspec.engine.progress import Progress
-from jaxspec.engine.queue import StreamOutput
+from jaxspec.engine.queue import StreamOutput, Ticket
 from jaxspec.engine.saved_runs import RunSaver
 from jaxspec.engine.sessions import Session, cache_prefix, kept_counts, open_session
 from jaxspec.errors import RequestError, SettingError, warn_once
@@ -157,13 +158,19 @@ class Engine:
         return dataclasses.replace(self.executor.memory, **kept_counts(self._core))
 
     def metrics(self) -> dict[str, Any]:
-        """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`).
+        """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`),
+        and how many requests have a row (`num_running`) or wait for one (`num_waiting`) now.
         Those of its sessions: tokens whose KV is now in rows (`num_resident_tokens`) and on the
         host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
         self._core.release()
-        return {**self._core.metrics.snapshot(), **self._core.kept.metrics()}
+        num_waiting = self.queue.num_waiting
+        now = {
+            "num_running": self.queue.num_unfinished - num_waiting,
+            "num_waiting": num_waiting,
+        }
+        return {**self._core.metrics.snapshot(), **now, **self._core.kept.metrics()}
 
     def describe(self) -> dict[str, Any]:
         """Shape and promise, for reports."""
@@ -281,12 +288,15 @@ class Engine:
             the session is closed, another engine's, or its last turn has not ended.
         """
         ticket = self._intake.single(prompt, params, request_id=request_id, **settings)
-        if session is None:
-            self.queue.add(ticket)
-        else:
-            check_kind("session", session, Session, "a session that engine.session() returned")
-            session.enqueue(ticket, self._core)
+        self._add(session)(ticket)
         return ticket.request.request_id
+
+    def _add(self, session: Session | None) -> Callable[[Ticket], None]:
+        """What queues a ticket, as the next turn of a session if there is one."""
+        if session is None:
+            return self.queue.add
+        check_kind("session", session, Session, "a session that engine.session() returned")
+        return lambda ticket: session.enqueue(ticket, self._core)
 
     def cancel(self, request_id: str) -> None:
         """Ends a request; its completion holds the tokens emitted so far, with the finish reason
@@ -305,9 +315,13 @@ class Engine:
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
         prefilled, a step is a few rounds and one chunk of a prompt, so that a long prompt delays
         running rows by no more than a chunk at a time. If several prompts wait for idle rows, a
-        step prefills two more chunks for each idle row after the first.
+        step prefills two more chunks for each idle row after the first. Within `driven` it waits
+        for a step of the driver instead, unless there is something to return.
         """
-        self._core.step()
+        if self._core.driver is None:
+            self._core.step()
+        else:
+            self._core.advance(unless=lambda: self.queue.has_finished or self.queue.is_empty)
         return self.queue.take_finished()
 
     @property
@@ -340,14 +354,40 @@ class Engine:
         params: Params | None = None,
         *,
         request_id: str | None = None,
+        session: Session | None = None,
+        wait: bool = True,
         **settings: Unpack[RequestSettings],
     ) -> AsyncGenerator[StreamOutput, None]:
         """`stream` for asyncio: any number of tasks of one event loop may stream at the same time,
-        and share the steps; another event loop is refused with a `RequestError`. Where `stream`
-        raises `QueueFullError`, this waits for a place in the queue.
+        and share the steps; another event loop is refused with a `RequestError`, except within
+        `driven`. Where `stream` raises `QueueFullError`, this waits for a place in the queue; with
+        `wait=False` it raises too, when it is called, and the request is queued then.
         """
         ticket = self._intake.single(prompt, params, request_id=request_id, **settings).streamed()
-        return self._core.astream(ticket)
+        return self._core.astream(ticket, self._add(session), wait=flag("wait", wait))
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[Engine]:
+        """A block in which one thread runs all steps: while a request is unfinished, and not
+        otherwise. For servers: `submit`, `stream` and `astream` then never wait for a step that
+        runs, several event loops may stream at a time, and what is cancelled or overdue is freed
+        within a step, whoever else waits.
+
+        Requests that have not ended at the end of the block are cancelled. If a step raises an
+        error, this is logged, and the requests end with the stop reason `device failure`.
+
+        Raises:
+          RequestError: the engine is driven already.
+
+        Example:
+          >>> import jaxspec
+          >>> with jaxspec.Engine("demo-target", "ngram", batch_size=2).driven() as engine:
+          ...     pieces = list(engine.stream("Once upon a time", {"max_tokens": 8}))
+          >>> len(pieces[-1].completion.token_ids)
+          8
+        """
+        with self._core.driven():
+            yield self
 
     # Conversations, and prefixes that prompts share.
 

@@ -8,11 +8,12 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from jaxspec.engine.conversation import Conversation
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.models.tokenizer import TextTokenizer
-from jaxspec.requests.completions import Completion, OutputText, StopMatch
+from jaxspec.requests.completions import Completion, OutputText, RequestTimes, StopMatch
 from jaxspec.requests.requests import Request
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Finish
@@ -28,12 +29,14 @@ class StreamOutput:
       text: the text that became final since the last piece. Incomplete characters, and text that
         may turn into a stop string, come with a later piece. All pieces joined are the completion's
         text.
+      logprobs: of these tokens, as in `Completion.logprobs`; None unless asked for.
       completion: set only in the last piece.
     """
 
     request_id: str
     token_ids: tuple[int, ...]
     text: str
+    logprobs: tuple[dict[int, float], ...] | None = None
     completion: Completion | None = None
 
 
@@ -65,8 +68,12 @@ class Ticket:
       output: the text of its output, once this has been read.
       acceptance: counts as of the host's last check.
       completion: its completion, once it has ended.
-      pending_output: token ids and text that the stream has not returned yet.
+      pending_output: token ids, text and log-probabilities that the stream has not returned yet.
       num_streamed: tokens put into `pending_output` so far.
+      arrival_s: when it was made, by `time.monotonic`.
+      admitted_s: when it got a row, or None.
+      first_token_s: when its first token was seen, or None.
+      last_token_s: when its newest token was seen, or None.
     """
 
     request: Request
@@ -87,8 +94,12 @@ class Ticket:
     output: OutputText | None = None
     acceptance: Acceptance = dataclasses.field(default_factory=Acceptance)
     completion: Completion | None = None
-    pending_output: list[tuple[tuple[int, ...], str]] = dataclasses.field(default_factory=list)
+    pending_output: list[tuple[tuple[int, ...], str, Any]] = dataclasses.field(default_factory=list)
     num_streamed: int = 0
+    arrival_s: float = dataclasses.field(default_factory=time.monotonic)
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
 
     @property
     def prompt_length(self) -> int:
@@ -110,6 +121,11 @@ class Ticket:
     def reads_output(self) -> bool:
         """Whether the host must see the output as it is emitted."""
         return self.is_streamed or bool(self.request.params.stop)
+
+    @property
+    def streams_logprobs(self) -> bool:
+        """Whether log-probabilities are read as they are emitted."""
+        return self.is_streamed and self.request.params.logprobs is not None
 
     @property
     def is_overdue(self) -> bool:
@@ -156,12 +172,20 @@ class Ticket:
                 )
             self.output.push(token_ids)
 
-    def buffer_output(self, token_ids: Sequence[int]) -> None:
-        """Adds tokens that were read, and text that has become final, to `pending_output`."""
+    @property
+    def times(self) -> RequestTimes:
+        """When things happened to it, up to now, which is its end."""
+        names = ("arrival_s", "admitted_s", "first_token_s", "last_token_s")
+        seen = {name: getattr(self, name) for name in names}
+        return RequestTimes(**seen, end_s=time.monotonic())
+
+    def buffer_output(self, token_ids: Sequence[int], logprobs: Any = None) -> None:
+        """Adds tokens that were read, with their log-probabilities, and text that has become final,
+        to `pending_output`."""
         if not token_ids:
             return
         text = "" if self.output is None else self.output.take_settled()
-        self.pending_output.append((tuple(token_ids), text))
+        self.pending_output.append((tuple(token_ids), text, logprobs))
         self.num_streamed += len(token_ids)
 
     def take_output(self) -> list[StreamOutput]:
@@ -170,15 +194,17 @@ class Ticket:
         request_id, completion = self.request.request_id, self.completion
         num_shown = 0 if self.output is None else self.output.num_taken
         outputs = [
-            StreamOutput(request_id=request_id, token_ids=token_ids, text=text)
-            for token_ids, text in pending
+            StreamOutput(request_id=request_id, token_ids=token_ids, text=text, logprobs=logprobs)
+            for token_ids, text, logprobs in pending
         ]
         if completion is not None:
+            logprobs = completion.logprobs
             outputs.append(
                 StreamOutput(
                     request_id=request_id,
                     token_ids=completion.token_ids[self.num_streamed :],
                     text=(completion.text or "")[num_shown:],
+                    logprobs=None if logprobs is None else logprobs[self.num_streamed :],
                     completion=completion,
                 )
             )
@@ -196,10 +222,15 @@ class RequestQueue:
       num_rows: rows on the device.
       max_waiting: tickets that may wait; more are refused.
       abort: makes the completion of a request that emitted nothing.
+
+    Attributes:
+      on_change: called after a ticket was added, given up or finished, perhaps by Python where it
+        frees a stream.
+      on_finish: called with a ticket that has got its completion.
     """
 
     def __init__(
-        self, num_rows: int, *, max_waiting: int, abort: Callable[[Request, Finish], Completion]
+        self, num_rows: int, *, max_waiting: int, abort: Callable[[Ticket, Finish], Completion]
     ):
         self._lock = threading.RLock()
         self._max_waiting = max_waiting
@@ -209,6 +240,8 @@ class RequestQueue:
         self._rows: list[Ticket | None] = [None] * num_rows
         self._finished: list[Completion] = []
         self._closed: str | None = None  # why the engine is closed
+        self.on_change: Callable[[], object] = lambda: None
+        self.on_finish: Callable[[Ticket], object] = lambda ticket: None
 
     @property
     def num_waiting(self) -> int:
@@ -225,13 +258,18 @@ class RequestQueue:
     def num_unfinished(self) -> int:
         """Tickets that wait or have a row and were not given up."""
         with self._lock:
-            return sum(ticket.given_up is None for ticket in self._unfinished())
+            return sum(ticket.given_up is None for ticket in self.unfinished)
 
     @property
     def has_given_up(self) -> bool:
         """Whether a ticket was given up and has not ended yet."""
         with self._lock:
-            return any(ticket.given_up is not None for ticket in self._unfinished())
+            return any(ticket.given_up is not None for ticket in self.unfinished)
+
+    @property
+    def has_finished(self) -> bool:
+        """Whether `take_finished` has something to return."""
+        return bool(self._finished)
 
     @property
     def is_empty(self) -> bool:
@@ -239,7 +277,7 @@ class RequestQueue:
         will return, all that it has to."""
         with self._lock:
             return not self._finished and all(
-                ticket.given_up is not None and ticket.has_consumer for ticket in self._unfinished()
+                ticket.given_up is not None and ticket.has_consumer for ticket in self.unfinished
             )
 
     @property
@@ -252,8 +290,11 @@ class RequestQueue:
         """Tickets that have a row, by row."""
         return {row: ticket for row, ticket in enumerate(self._rows) if ticket is not None}
 
-    def _unfinished(self) -> list[Ticket]:
-        return [*self.tickets_by_row.values(), *self._waiting]
+    @property
+    def unfinished(self) -> list[Ticket]:
+        """Tickets without a completion, those that were given up included."""
+        with self._lock:
+            return [*self.tickets_by_row.values(), *self._waiting]
 
     def add(self, *tickets: Ticket, is_limited: bool = True) -> None:
         """Queues tickets for rows.
@@ -283,6 +324,7 @@ class RequestQueue:
                         )
                     self._names[name] = ticket
                 self._waiting.append(ticket)
+        self.on_change()
 
     def place_next(self, choose_row: Callable[[Ticket], int]) -> Ticket | None:
         """Gives the ticket that has waited longest the row that `choose_row` returns; None if no
@@ -315,6 +357,7 @@ class RequestQueue:
         it frees a stream, so it changes nothing else."""
         for ticket in tickets:
             ticket.is_cancelled = True
+        self.on_change()
 
     def end_waiting(self) -> None:
         """Ends waiting tickets that were given up."""
@@ -326,7 +369,7 @@ class RequestQueue:
 
     def abort(self, ticket: Ticket, finish: Finish) -> None:
         """Finishes a ticket without output."""
-        self.finish(ticket, self._abort(ticket.request, finish))
+        self.finish(ticket, self._abort(ticket, finish))
 
     def finish(self, ticket: Ticket, completion: Completion) -> None:
         """Gives a ticket its completion, and frees its name and its row. A ticket that already has
@@ -335,6 +378,7 @@ class RequestQueue:
             if ticket.completion is not None:
                 return
             ticket.completion, ticket.acceptance = completion, completion.acceptance
+            self.on_finish(ticket)
             if ticket.row is not None:
                 self._rows[ticket.row] = None
                 ticket.row = None
@@ -343,6 +387,7 @@ class RequestQueue:
                 del self._names[name]
             if not ticket.has_consumer:
                 self._finished.append(completion)
+        self.on_change()
 
     def take_finished(self) -> list[Completion]:
         """Completions of tickets without a consumer since the last call, in the order in which they
@@ -355,7 +400,7 @@ class RequestQueue:
         """Cancels every ticket, and refuses new ones."""
         with self._lock:
             self._closed = self._closed or "was shut down"
-            self.give_up(self._unfinished())
+            self.give_up(self.unfinished)
             self.end_waiting()
 
     def abandon(self, finish: Finish, why: str) -> None:
@@ -367,7 +412,12 @@ class RequestQueue:
         """
         with self._lock:
             self._closed = why
-            unfinished = self._unfinished()
+            self.end_all(finish)
+
+    def end_all(self, finish: Finish) -> None:
+        """Ends every ticket immediately, without output; `finish` is the reason."""
+        with self._lock:
+            unfinished = self.unfinished
             self._waiting.clear()
             for ticket in unfinished:
                 self.abort(ticket, finish)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Generator, Mapping
+from collections.abc import AsyncGenerator, Generator, Mapping
 from typing import Any, Unpack
 
 from jaxspec.engine.conversation import Conversation
@@ -116,6 +116,19 @@ class Session:
         ticket = self._intake.single(prompt, params, **settings).streamed()
         self.enqueue(ticket)
         return self._core.stream(ticket)
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: Params | None = None,
+        *,
+        wait: bool = True,
+        **settings: Unpack[RequestSettings],
+    ) -> AsyncGenerator[StreamOutput, None]:
+        """`stream` for asyncio; see `Engine.astream`. The turn begins with the iteration, or with
+        `wait=False` at once."""
+        ticket = self._intake.single(prompt, params, **settings).streamed()
+        return self._core.astream(ticket, self.enqueue, wait=wait)
 
     def fork(self) -> Session:
         """Another, independent session that continues from the same tokens. It has a copy of the KV

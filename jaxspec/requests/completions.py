@@ -34,6 +34,31 @@ ORIGIN_STYLES = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestTimes:
+    """When things happened to a request, by `time.monotonic`, in seconds. The host looks at the
+    rows every few rounds, and that is when it sees tokens.
+
+    Attributes:
+      arrival_s: the request was made.
+      admitted_s: it got a row, or None.
+      first_token_s: its first token was seen, or None.
+      last_token_s: its last one was, or None.
+      end_s: its completion was made.
+    """
+
+    arrival_s: float
+    admitted_s: float | None
+    first_token_s: float | None
+    last_token_s: float | None
+    end_s: float
+
+    @property
+    def queue_s(self) -> float:
+        """Seconds without a row."""
+        return (self.end_s if self.admitted_s is None else self.admitted_s) - self.arrival_s
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Completion:
     """A finished request. A notebook shows its tokens coloured by origin.
 
@@ -63,6 +88,7 @@ class Completion:
         kept.
       origins: `Origin` of each output token.
       pieces: text of each output token, for display; decoded when it is first read.
+      times: when it arrived, got a row, emitted and ended.
       trace: its rounds and drafted tokens, including those after a stop string, as NumPy arrays
         with rounds first (`Completions.rounds` and `.tokens` make frames of them); None unless the
         engine records them.
@@ -83,6 +109,7 @@ class Completion:
     num_reread_tokens: int | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
     pieces: Sequence[str] = dataclasses.field(repr=False, default=())
+    times: RequestTimes | None = dataclasses.field(repr=False, compare=False, default=None)
     trace: Trace | None = dataclasses.field(repr=False, compare=False, default=None)
     sampling_params: SamplingParams | None = dataclasses.field(
         repr=False, compare=False, default=None
@@ -477,6 +504,7 @@ def make_completion(
     logprobs_mode: str | None = None,
     num_reused_tokens: int | None = None,
     num_reread_tokens: int | None = None,
+    times: RequestTimes | None = None,
     trace: Trace | None = None,
 ) -> Completion:
     """The completion of a row that has ended, cut off at its stop string if it was `stopped`.
@@ -525,5 +553,6 @@ def make_completion(
         num_reread_tokens=num_reread_tokens,
         origins=tuple(Origin(int(origin)) for origin in origins),
         pieces=pieces,
+        times=times,
         trace=trace,
     )

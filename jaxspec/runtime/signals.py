@@ -12,7 +12,9 @@ in compiled code, Python raises none. The order is:
 4. The process prints "interrupted" and ends without running anything else. (XLA's threads would
    crash if the interpreter destroyed their client.)
 
-A second signal leads to the last step at once, and so does the end of `GRACE_S`.
+A second signal leads to the last step at once, and so does the end of `GRACE_S`. In a block of
+`handed_to` the first signal is handed to a server, which may take its time to end; the order above
+begins when the block has ended.
 
 Work that is lost if it is not written first is done in blocks of `postponed`.
 """
@@ -35,10 +37,13 @@ AT_ONCE_S = 0.2  # signals so close together are one: `timeout` sends two
 SHOW_CURSOR = b"\x1b[?25h"  # progress bars hide it
 
 _CLEANED_UP = 0  # the byte for it, beside the numbers of signals
+_HANDED_BACK = 255  # the byte for the end of a block of `handed_to`
 _AT_END: list[Callable[[], object]] = []
 _ADVICE: list[Callable[[], str | None]] = []
 _POSTPONED: list[int | None] = []  # for each block of `postponed`, the signal that has come
 _POSTPONED_LOCK = threading.Lock()
+_TAKERS: list[Callable[[], object]] = []  # of the block of `handed_to`
+_TAKEN: list[int] = []  # where to write `_HANDED_BACK`, once a signal was handed over
 
 
 class _Uninterrupted:
@@ -132,6 +137,20 @@ def called_at_end(remove: Callable[[], object]) -> Iterator[None]:
                 _AT_END.remove(remove)
 
 
+@contextlib.contextmanager
+def handed_to(take: Callable[[], object]) -> Iterator[None]:
+    """A block in which the first signal calls `take`, in another thread, and does nothing else. The
+    process ends when the block has ended, or at once after a second signal."""
+    _TAKERS.append(take)
+    try:
+        yield
+    finally:
+        _TAKERS.remove(take)
+        if _TAKEN:
+            os.write(_TAKEN[0], bytes([_HANDED_BACK]))
+            threading.Event().wait()  # for the end
+
+
 def handle_signals() -> None:
     """Handles the signals, except those that the parent process made us ignore (`nohup`, a shell's
     background jobs). Call it in the main thread.
@@ -145,7 +164,8 @@ def handle_signals() -> None:
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     stderr, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    for function, *args in ((_end_after_signal, reading, stderr, nowhere), (_clean_up, writing)):
+    ending = (_end_after_signal, reading, writing, stderr, nowhere)
+    for function, *args in (ending, (_clean_up, writing)):
         threading.Thread(target=function, args=args, daemon=True).start()
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     for number in SIGNALS:
@@ -153,20 +173,28 @@ def handle_signals() -> None:
             signal.signal(number, lambda *_: None)
 
 
-def _end_after_signal(reading: int, stderr: int, nowhere: int) -> NoReturn:
+def _end_after_signal(reading: int, writing: int, stderr: int, nowhere: int) -> NoReturn:
     """Ends the process after the first signal.
 
     Args:
       reading: the descriptor from which the numbers of signals are read, and `_CLEANED_UP`.
+      writing: the one to write to.
       stderr: that of standard error.
       nowhere: that of a file that discards what is written.
     """
     number = _wait_for_signal(reading, stderr)
     first_s = time.monotonic()
+    is_second = False
+    if _TAKERS:
+        _TAKEN.append(writing)
+        _TAKERS[-1]()
+        while not is_second and (byte := os.read(reading, 1)[0]) != _HANDED_BACK:
+            is_second = byte in SIGNALS and time.monotonic() > first_s + AT_ONCE_S
+        first_s = time.monotonic()
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
     uninterrupted.is_ending.set()
-    while (left_s := first_s + GRACE_S - time.monotonic()) > 0:
+    while not is_second and (left_s := first_s + GRACE_S - time.monotonic()) > 0:
         if not select.select([reading], [], [], left_s)[0]:
             break
         [byte] = os.read(reading, 1)

@@ -32,6 +32,7 @@ COMMANDS = {
     "demo": (),
     "generate": (*PAIR, "--prompt", "hello", "--temperature", "1"),
     "chat": PAIR,
+    "serve": PAIR,
     "audit": PAIR,
     "compare": ("--target", "demo-target", "--drafter", "none", "--drafter", "ngram"),
     "plan": ("--target", "qwen3-8b", "--draft", "qwen3-0.6b", "--budget", "24GiB"),
@@ -56,7 +57,7 @@ ZERO = {
     "seed", "seeds", "temperature", "warmup_steps", "long_fraction", "oracle", "budget_s",
     "acceptance", "per_position",
 }  # fmt: skip
-ZERO_OF = {("plan", "draft_lengths")}
+ZERO_OF = {("plan", "draft_lengths"), ("serve", "port")}
 
 
 class Started(Exception):

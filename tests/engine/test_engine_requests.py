@@ -190,7 +190,7 @@ def test_a_long_prompt_holds_up_running_rows_for_one_chunk_at_a_time(engine, tar
     first = names.index("prefill")
     assert names[first : first + 2 * num_chunks] == ["prefill", "run"] * num_chunks
     assert [int(a[2]) for n, a in calls if n == "run"][: num_chunks - 1] == [
-        core.ROUNDS_PER_CHUNK
+        engine.config.rounds_per_piece
     ] * (num_chunks - 1)
     # A list that no one awaits reads its prompts at once.
     calls.clear()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import importlib
 import threading
@@ -557,7 +558,14 @@ def test_metrics_count_the_engines_life(target):
     first, second = engine.generate(prompts, GREEDY), engine.generate(prompts, SAMPLED)
     total = Acceptance.total([c.acceptance for c in (*first, *second)])
     metrics = engine.metrics()
+    latencies = metrics.pop("latencies")  # see tests/engine/test_times.py
+    assert sum(latencies["e2e_latency_s"]["counts"]) == 2 * len(prompts)
+    reasons = collections.Counter(one.finish_reason for one in (*first, *second))
     assert metrics == {
+        "num_running": 0,
+        "num_waiting": 0,
+        "num_prompt_tokens": 2 * sum(map(len, prompts)),
+        "num_by_finish_reason": reasons,
         "num_requests": 2 * len(prompts),
         "num_rounds": total.num_rounds,
         "num_emitted_tokens": total.num_emitted_tokens,

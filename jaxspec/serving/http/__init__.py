@@ -1,0 +1,1 @@
+"""A server with OpenAI's routes over an engine; needs the extra `serve`."""

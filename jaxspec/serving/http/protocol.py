@@ -1,0 +1,358 @@
+"""OpenAI's names: bodies of requests in, bodies of responses out. Nothing else here knows them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+from pydantic import BaseModel, ConfigDict
+
+from jaxspec.errors import SettingError
+from jaxspec.models.tokenizer import REPLACEMENT, TextTokenizer
+from jaxspec.requests.completions import LEAST_LOGPROB, Completion, Completions
+from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.values import shown
+
+# Fields for things that this server does not do, and the values (besides null) that ask for nothing
+# and are sent by default.
+NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        "audio guided_grammar guided_json guided_regex prediction prompt_logprobs reasoning_effort "
+        "structured_outputs truncate_prompt_tokens web_search_options".split(),
+        (),
+    ),
+    **dict.fromkeys(
+        "bad_words documents functions guided_choice logits_processors tools".split(), ([],)
+    ),
+    **dict.fromkeys(
+        "continue_final_message include_stop_str_in_output use_beam_search".split(), (False,)
+    ),
+    **dict.fromkeys(
+        "add_generation_prompt add_special_tokens skip_special_tokens "
+        "spaces_between_special_tokens".split(),
+        (True,),
+    ),
+    **dict.fromkeys(("function_call", "tool_choice"), ("none", "auto")),
+    "best_of": (1,),
+    "length_penalty": (1,),
+    "modalities": ([], ["text"]),
+    "priority": (0,),
+    "response_format": ({"type": "text"},),
+    "suffix": ("",),
+}
+# Fields that change no output of this server, whatever their value.
+WITHOUT_EFFECT = {"metadata", "parallel_tool_calls", "safety_identifier", "service_tier", "store"}
+# Fields of `SamplingParams` that have the same name in a body.
+SAMPLING = (
+    "max_tokens temperature top_p top_k min_p n seed stop presence_penalty frequency_penalty "
+    "repetition_penalty logit_bias min_tokens ignore_eos stop_token_ids allowed_token_ids"
+).split()
+
+
+class Body(BaseModel):
+    """A body of a request. Unknown fields are kept, to be named in the response's header."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NOT_SUPPORTED
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that are unknown here.
+
+        Raises:
+          SettingError: a field asks for something that is not supported.
+        """
+        unknown = []
+        for name, value in (self.model_extra or {}).items():
+            if value is None or name in WITHOUT_EFFECT:
+                continue
+            if name not in self.neutral:
+                unknown.append(name)
+            elif value not in self.neutral[name]:
+                raise SettingError(
+                    f"{name} {shown(value)} was given, and this server does not support {name}; "
+                    "leave it out."
+                )
+        return unknown
+
+
+class StreamOptions(Body):
+    """What a stream reports besides its text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+class GenerationBody(Body):
+    """What completions and chats share. Names and ranges are those of `SamplingParams`."""
+
+    model: str | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    user: str | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    return_token_ids: bool | None = None
+    speculate: bool | None = None
+    draft_length: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """Log-probabilities that are asked for at each position; None for none."""
+        raise NotImplementedError
+
+    def sampling(self, defaults: SamplingParams, *, room: int) -> SamplingParams:
+        """The sampling parameters, with the server's defaults for what was not given.
+
+        Args:
+          room: tokens that fit after the prompt.
+
+        Raises:
+          SettingError: a value is out of range.
+        """
+        given = {name: getattr(self, name) for name in SAMPLING}
+        given = {name: value for name, value in given.items() if value is not None}
+        # At temperature 0 all completions of a prompt are the same, and one is decoded.
+        temperature = given.get("temperature", defaults.temperature)
+        if temperature == 0 and given.get("n", 1) > 0:
+            given.pop("n", None)
+        return dataclasses.replace(defaults, **given, logprobs=self.num_logprobs)
+
+
+class CompletionBody(GenerationBody):
+    """The body of `/v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool | None = None
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        if self.echo and self.logprobs is not None:
+            raise SettingError(
+                "echo was given with logprobs, which asks for log-probabilities of the prompt, and "
+                "this server has those of the output only; leave one of them out."
+            )
+        return self.logprobs
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The prompts, each text or token ids."""
+        prompt = self.prompt
+        is_one = isinstance(prompt, str) or (prompt and isinstance(prompt[0], int))
+        return [prompt] if is_one else list(prompt)
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatBody(GenerationBody):
+    """The body of `/v1/chat/completions`. Templates write special tokens themselves."""
+
+    neutral: ClassVar = {**NOT_SUPPORTED, "add_special_tokens": (False,)}
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """See `GenerationBody`."""
+        if not self.logprobs:
+            if self.top_logprobs:
+                raise SettingError(
+                    f"top_logprobs {self.top_logprobs} was given without logprobs, so it would "
+                    "have no effect; set logprobs to true."
+                )
+            return None
+        return self.top_logprobs or 0
+
+    def sampling(self, defaults: SamplingParams, *, room: int) -> SamplingParams:
+        """See `GenerationBody`; by default a chat's answer has all the room there is."""
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        if self.max_tokens is None:
+            self.max_tokens = max(room, 1)
+        return super().sampling(defaults, room=room)
+
+    @property
+    def prompts(self) -> list[Any]:
+        """The only prompt: its messages, with contents as text."""
+        return [[_plain_message(index, one) for index, one in enumerate(self.messages)]]
+
+
+def _plain_message(index: int, message: Message) -> dict[str, Any]:
+    """A message as chat templates take it: parts of text are joined by newlines, as in vLLM."""
+    content, where = message.content, f"messages[{index}].content"
+    if isinstance(content, list):
+        for part in content:
+            if part.get("type") != "text" or not isinstance(part.get("text"), str):
+                raise SettingError(
+                    f"{where} has the part {shown(part)}, and this server takes text only; give "
+                    "parts of the type text."
+                )
+        content = "\n".join(part["text"] for part in content)
+    if content is None:
+        raise SettingError(f"{where} is missing; give a text, or leave the message out.")
+    extra = {name: value for name, value in (message.model_extra or {}).items() if value}
+    if "tool_calls" in extra or "function_call" in extra:
+        raise SettingError(
+            f"messages[{index}] calls a tool, and this server has none; leave it out."
+        )
+    return {"role": message.role, "content": content, **extra}
+
+
+class TokenizeBody(Body):
+    """The body of `/tokenize`: a text or messages."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """The body of `/detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+# Bodies of responses.
+
+
+def error_body(message: str, kind: str, *, param: str | None, code: str | None) -> dict[str, Any]:
+    """The body of every response that is not a success."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def usage(completions: Sequence[Completion], copies: int) -> dict[str, Any]:
+    """Tokens of a whole response; those of a prompt count once, however many completions it has."""
+    prompts = {one.request_id.rsplit(":", 1)[0]: one for one in completions}
+    counts = Completions(completions).acceptance
+    num_output = copies * sum(len(one.token_ids) for one in completions)
+    num_accepted = copies * counts.num_accepted_tokens
+    return {
+        **counted(sum(len(one.prompt_token_ids) for one in prompts.values()), num_output),
+        "prompt_tokens_details": {
+            "cached_tokens": sum(one.num_reused_tokens or 0 for one in prompts.values())
+        },
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": copies * counts.num_draft_tokens - num_accepted,
+        },
+    }
+
+
+def counted(num_prompt: int, num_output: int) -> dict[str, Any]:
+    """Numbers of tokens."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_output,
+        "total_tokens": num_prompt + num_output,
+    }
+
+
+def speculation(completions: Sequence[Completion]) -> dict[str, Any]:
+    """`metrics` of a response, as in vLLM: what drafting did, and times in milliseconds, those of
+    the first completion."""
+    counts = Completions(completions).acceptance
+    at_least = [counts.num_drafts, *counts.num_accepted_tokens_per_pos]
+    longest = max(counts.depth, 1)
+    metrics: dict[str, Any] = {
+        "speculative_decoding": {
+            "mean_acceptance_length": counts.emitted_per_round,
+            "draft_acceptance_rate": counts.num_accepted_tokens / max(counts.num_draft_tokens, 1),
+            "acceptance_histogram": [
+                at_least[n] - at_least[n + 1] if n < longest and n + 1 < len(at_least) else number
+                for n, number in enumerate(at_least[: longest + 1])
+            ],
+            "num_spec_steps": counts.num_drafts,
+            "num_accepted_draft_tokens": counts.num_accepted_tokens,
+            "num_draft_tokens": counts.num_draft_tokens,
+        }
+    }
+    times = completions[0].times
+    if times is not None and times.first_token_s is not None:
+        metrics |= {
+            "time_to_first_token_ms": 1e3 * (times.first_token_s - times.arrival_s),
+            "queue_time_ms": 1e3 * times.queue_s,
+            "generation_time_ms": 1e3 * (times.end_s - times.first_token_s),
+        }
+    return metrics
+
+
+def token_text(tokenizer: TextTokenizer, token: int) -> str:
+    """A token's own text; `token_id:N` where it holds only part of a character."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    return f"token_id:{token}" if REPLACEMENT in text else text
+
+
+def completion_logprobs(
+    tokenizer: TextTokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, float]],
+    *,
+    offset: int,
+) -> dict[str, Any]:
+    """Log-probabilities in the form of completions; `offset` is that of the first token."""
+    tokens = [token_text(tokenizer, token) for token in token_ids]
+    offsets = []
+    for text in tokens:
+        offsets.append(offset)
+        offset += len(text)
+    return {
+        "tokens": tokens,
+        "token_logprobs": [
+            max(each[token], LEAST_LOGPROB) for token, each in zip(token_ids, logprobs, strict=True)
+        ],
+        "top_logprobs": [
+            {token_text(tokenizer, t): max(value, LEAST_LOGPROB) for t, value in each.items()}
+            for each in logprobs
+        ],
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(
+    tokenizer: TextTokenizer,
+    token_ids: Sequence[int],
+    logprobs: Sequence[Mapping[int, float]],
+    *,
+    num_top: int,
+) -> dict[str, Any]:
+    """Log-probabilities in the form of chats."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = token_text(tokenizer, token)
+        return {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(text.encode())}
+
+    content = []
+    for token, each in zip(token_ids, logprobs, strict=True):
+        top = sorted(each.items(), key=lambda pair: -pair[1])[:num_top]
+        content.append({**entry(token, each[token]), "top_logprobs": [entry(*one) for one in top]})
+    return {"content": content}

@@ -1,0 +1,463 @@
+"""Routes, errors, limits, clients that go away, and the end of a server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import random
+import socket
+import threading
+import time
+import types
+
+import engines
+import httpx
+import jax.numpy as jnp
+import psutil
+import pytest
+from served import MODEL, served, until
+
+from jaxspec import SamplingParams
+from jaxspec.engine import fingerprint as module
+from jaxspec.engine.fingerprint import fingerprint
+from jaxspec.errors import SettingError
+from jaxspec.serving.http import app
+from jaxspec.serving.http.app import Gate, ServerSettings
+
+COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
+LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 5}
+LIMITS = {"max_body_bytes": 20_000, "max_prompts": 3, "max_n": 4, "header_timeout_s": 1.0}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return engines.engine("text", "ngram", max_logprobs=3, max_queue=6)
+
+
+@pytest.fixture(scope="module")
+def server(engine):
+    with served(engine, **LIMITS) as (url, server):
+        yield url, server
+
+
+@pytest.fixture
+def client(server):
+    with httpx.Client(base_url=server[0], timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def other():
+    """For tests that make servers of their own."""
+    return engines.engine("text", "ngram", max_logprobs=3)
+
+
+@pytest.fixture
+def is_slow(engine, other, monkeypatch):
+    """Slows the rounds down, so that clients leave while their requests run."""
+    for programs in (engine.executor.programs, other.executor.programs):
+        run = programs["run"]
+        slow = lambda *args, run=run: (time.sleep(0.02), run(*args))[1]  # noqa: E731
+        monkeypatch.setitem(programs, "run", slow)
+
+
+def post(client, path, body):
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return client.post(path, content=content)
+
+
+def events(response):
+    lines = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def with_prompt(**fields):
+    return {"model": MODEL, "prompt": "ab", "max_tokens": 3, **fields}
+
+
+# Path, body, status, `param`, words of the message.
+ERRORS = [
+    (COMPLETIONS, with_prompt(max_tokens=0), 400, "max_tokens", "must be from 1"),
+    (COMPLETIONS, with_prompt(max_tokens=2**70), 400, "max_tokens", "must be from 1"),
+    (COMPLETIONS, with_prompt(max_tokens="5"), 400, "max_tokens", "valid integer"),
+    (COMPLETIONS, with_prompt(max_tokens=True), 400, "max_tokens", "valid integer"),
+    (COMPLETIONS, with_prompt(temperature=-1), 400, "temperature", "0 (greedy)"),
+    (COMPLETIONS, with_prompt(top_p=0), 400, "top_p", "above 0"),
+    (COMPLETIONS, with_prompt(n=5), 400, "n", "from 1 to 4"),
+    (COMPLETIONS, with_prompt(n=0), 400, "n", "from 1 to 4"),
+    (COMPLETIONS, with_prompt(seed=2**70, temperature=1), 400, "seed", "2**63"),
+    (COMPLETIONS, with_prompt(logprobs=9), 400, "logprobs", "9 logprobs"),
+    (COMPLETIONS, with_prompt(logprobs=1, echo=True), 400, "echo", "log-probabilities of the"),
+    (COMPLETIONS, with_prompt(prompt_logprobs=1), 400, "prompt_logprobs", "does not support"),
+    (COMPLETIONS, with_prompt(best_of=2), 400, "best_of", "does not support"),
+    (COMPLETIONS, with_prompt(suffix="x"), 400, "suffix", "does not support"),
+    (COMPLETIONS, with_prompt(stop=""), 400, "stop", "not empty"),
+    (COMPLETIONS, with_prompt(logit_bias={"9999": 1}), 400, "logit_bias", "vocabulary"),
+    (COMPLETIONS, with_prompt(draft_length=99), 400, "draft_length", "from 1 to 3"),
+    (COMPLETIONS, with_prompt(stream_options={}), 400, "stream_options", "without stream"),
+    (COMPLETIONS, with_prompt(prompt=[]), 400, "prompt", "empty"),
+    (COMPLETIONS, with_prompt(prompt=""), 400, "prompt", "empty"),
+    (COMPLETIONS, with_prompt(prompt=["a"] * 4), 400, "prompt", "from 1 to 3"),
+    (COMPLETIONS, with_prompt(prompt=[99999]), 400, "prompt", "vocabulary"),
+    (COMPLETIONS, with_prompt(prompt=[-1]), 400, "prompt", "vocabulary"),
+    (COMPLETIONS, with_prompt(prompt="ab" * 900), 400, "prompt", "room for"),
+    (COMPLETIONS, with_prompt(prompt={"a": 1}), 400, "prompt", "should be"),
+    (COMPLETIONS, {"model": MODEL}, 400, "prompt", "missing"),
+    (COMPLETIONS, with_prompt(model="other"), 404, "model", "does not exist"),
+    (COMPLETIONS, [1, 2], 400, None, "no JSON object"),
+    (COMPLETIONS, b"{", 400, None, "JSON"),
+    (COMPLETIONS, b"\xff\xfe", 400, None, "UTF-8"),
+    (COMPLETIONS, b"[" * 10_000, 400, None, "JSON"),
+    (COMPLETIONS, b'{"prompt": NaN}', 400, None, "NaN"),
+    (COMPLETIONS, b'{"prompt": "\\ud800"}', 400, None, "half a character"),
+    (COMPLETIONS, b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, None, "JSON"),
+    (COMPLETIONS, with_prompt(prompt="a" * 30_000), 413, None, "max_body_bytes"),
+    (CHATS, {"model": MODEL, "messages": []}, 400, "messages", "empty"),
+    (CHATS, {**CHAT, "messages": [{"content": "a"}]}, 400, "messages", "missing"),
+    (CHATS, {**CHAT, "messages": [{"role": "user"}]}, 400, "messages", "content is missing"),
+    (
+        CHATS,
+        {**CHAT, "messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages",
+        "text only",
+    ),
+    (CHATS, {**CHAT, "tools": [{"type": "function"}]}, 400, "tools", "does not support"),
+    (CHATS, {**CHAT, "response_format": {"type": "json_object"}}, 400, "response_format", "supp"),
+    (CHATS, {**CHAT, "chat_template": "x"}, 400, "chat_template", "takes none"),
+    (CHATS, {**CHAT, "top_logprobs": 2}, 400, "top_logprobs", "without logprobs"),
+    ("/tokenize", {}, 400, "prompt", "not both"),
+    ("/detokenize", {"tokens": [99999]}, 400, "tokens", "vocabulary"),
+    ("/v1/nothing", {}, 404, None, "Not Found"),
+    ("/v1/models", {}, 405, None, "Not Allowed"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "param", "words"), ERRORS)
+def test_what_is_refused(client, engine, path, body, status, param, words):
+    response = post(client, path, body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (status, param), error
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert not engine.queue.unfinished
+
+
+def test_neutral_values_are_accepted_and_unknown_fields_named(client):
+    neutral = dict.fromkeys(("tools", "suffix", "best_of", "response_format", "logit_bias", "user"))
+    more = {"best_of": 1, "response_format": {"type": "text"}, "tools": [], "store": False}
+    for fields in (neutral, more):
+        response = post(client, COMPLETIONS, with_prompt(**fields))
+        assert response.status_code == 200, response.text
+        assert "x-ignored-fields" not in response.headers
+    response = post(client, COMPLETIONS, with_prompt(wizardry=1, **{"no\r\nheader": 2}))
+    assert response.headers["x-ignored-fields"] == "wizardry, no??header"
+
+
+def test_forms_of_prompts_and_what_speculation_did(client, engine):
+    ids = engine.target.tokenizer.encode("abab")
+    params = SamplingParams(max_tokens=12, ignore_eos=True)
+    expected = engine.generate([ids], params)[0]
+    fields = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    for prompt in ("abab", ["abab", "abab"], ids, [ids, ids]):
+        body = post(client, COMPLETIONS, with_prompt(prompt=prompt, n=2, **fields)).json()
+        assert len(body["choices"]) == (4 if isinstance(prompt[0], list) or len(prompt) == 2 else 2)
+        for index, choice in enumerate(body["choices"]):
+            assert choice["index"] == index
+            assert choice["token_ids"] == list(expected.token_ids)
+            assert choice["prompt_token_ids"] == ids
+    usage = post(client, COMPLETIONS, with_prompt(prompt="abab", n=2, **fields)).json()
+    counts, details = expected.acceptance, usage["usage"]["completion_tokens_details"]
+    assert usage["usage"]["completion_tokens"] == 24
+    assert usage["usage"]["prompt_tokens"] == len(ids)
+    assert details["accepted_prediction_tokens"] == 2 * counts.num_accepted_tokens
+    assert sum(details.values()) == 2 * counts.num_draft_tokens
+    told = usage["metrics"]["speculative_decoding"]
+    assert told["num_draft_tokens"] == counts.num_draft_tokens
+    assert sum(told["acceptance_histogram"]) == counts.num_drafts
+    assert usage["metrics"]["time_to_first_token_ms"] > 0
+
+
+def test_streams_join_to_the_response(client):
+    body = {**CHAT, "max_tokens": 40, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
+    whole = post(client, CHATS, body).json()
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with client.stream(
+        "POST", CHATS, json={**body, "stream": True, "stream_options": options}
+    ) as r:
+        assert r.headers["content-type"].startswith("text/event-stream")
+        *chunks, last = events(r)
+    assert last["choices"] == []
+    assert last["usage"] == whole["usage"]
+    for choice in whole["choices"]:
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == choice["index"]]
+        assert "".join(one["delta"]["content"] for one in mine) == choice["message"]["content"]
+        content = [each for one in mine for each in one["logprobs"]["content"]]
+        assert content == choice["logprobs"]["content"]
+        assert [one["finish_reason"] for one in mine][-1] == choice["finish_reason"]
+        assert mine[0]["delta"]["role"] == "assistant"
+        assert len(content[0]["top_logprobs"]) == 2
+    assert chunks[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+    echoed = post(client, COMPLETIONS, with_prompt(echo=True, temperature=0)).json()
+    plain = post(client, COMPLETIONS, with_prompt(temperature=0)).json()
+    assert echoed["choices"][0]["text"] == "ab" + plain["choices"][0]["text"]
+
+
+def test_what_the_server_says_about_itself(client, engine):
+    [entry] = client.get("/v1/models").json()["data"]
+    assert entry == client.get(f"/v1/models/{MODEL}").json()
+    assert entry["max_model_len"] == 256
+    assert (entry["drafter"], entry["exactness"]) == (engine.drafter.name, engine.exactness)
+    assert client.get("/v1/models/no/such").status_code == 404
+    ids = post(client, "/tokenize", {"prompt": "abc", "model": MODEL}).json()
+    assert ids["tokens"] == engine.target.tokenizer.encode("abc")
+    text = post(client, "/detokenize", {"tokens": ids["tokens"]}).json()["prompt"]
+    assert text.endswith("abc")
+    assert client.get("/tokenizer_info").json()["chat_template"]
+    assert post(client, "/tokenize", {"messages": CHAT["messages"]}).json()["count"] > 0
+    for path in ("/health", "/ping", "/version", "/docs"):
+        assert client.get(path).status_code == 200
+    assert COMPLETIONS in client.get("/openapi.json").json()["paths"]
+    before = engine.metrics()["num_requests"]
+    post(client, COMPLETIONS, LONG)
+    metrics = client.get("/metrics").text
+    for line in (
+        f'vllm:generation_tokens_total{{engine="0",model_name="{MODEL}"}}',
+        'vllm:request_success_total{engine="0",finished_reason="length"',
+        'vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0"',
+        'vllm:time_to_first_token_seconds_bucket{engine="0",le="0.001"',
+        'vllm:inter_token_latency_seconds_count{engine="0"',
+        f'jaxspec:requests_total{{engine="0",model_name="{MODEL}"}} {before + 1}.0',
+    ):
+        assert line in metrics
+
+
+def test_a_full_queue_is_refused_at_once(client, engine, is_slow):
+    bodies = [{**LONG, "prompt": ["a", "b", "c"], "n": 1} for _ in range(5)]
+    found = []
+
+    def ask(body):
+        found.append(post(client, COMPLETIONS, body))
+
+    threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    refused = [one for one in found if one.status_code == 429]
+    assert refused
+    assert all(one.status_code in (200, 429) for one in found)
+    assert refused[0].headers["retry-after"] == "1"
+    assert until(lambda: not engine.queue.unfinished)
+
+
+def leave_a_stream(url):
+    with httpx.stream("POST", url + COMPLETIONS, json={**LONG, "n": 2, "stream": True}) as response:
+        next(response.iter_lines())
+
+
+def leave_a_plain_response(url):
+    with contextlib.suppress(httpx.TimeoutException):
+        httpx.post(url + COMPLETIONS, json={**LONG, "prompt": ["a", "b", "c"]}, timeout=0.3)
+
+
+@pytest.mark.parametrize("leave", [leave_a_stream, leave_a_plain_response])
+def test_a_client_that_goes_away_frees_its_rows_without_other_traffic(
+    server, engine, is_slow, leave
+):
+    before = engine.metrics()["num_by_finish_reason"]
+    leave(server[0])
+    assert until(lambda: not engine.queue.unfinished, limit_s=1.0)
+    after = engine.metrics()["num_by_finish_reason"]
+    assert after["cancelled"] > before.get("cancelled", 0)
+    assert after.get("length") == before.get("length")
+
+
+def test_a_handler_that_does_not_await_the_disconnect_is_seen(server, engine, is_slow, monkeypatch):
+    async def never(receive):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(app, "disconnected", never)
+    leave_a_plain_response(server[0])
+    assert not until(lambda: not engine.queue.unfinished, limit_s=0.5)
+    assert until(lambda: not engine.queue.unfinished)
+
+
+def send_raw(url, content, *, wait_s=5.0) -> bytes:
+    """What the server answers to bytes, until it closes the connection."""
+    host, port = url.removeprefix("http://").split(":")
+    answer = b""
+    with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
+        with contextlib.suppress(OSError):
+            connection.sendall(content)
+        with contextlib.suppress(ConnectionError):
+            while part := connection.recv(2**16):
+                answer += part
+    return answer
+
+
+CHUNKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n"
+    + b"2000\r\n" + b" " * 0x2000 + b"\r\n"
+) + (b"2000\r\n" + b" " * 0x2000 + b"\r\n") * 9 + b"0\r\n\r\n"  # fmt: skip
+
+
+def test_a_body_is_counted_as_it_comes(server, monkeypatch):
+    assert send_raw(server[0], CHUNKED).startswith(b"HTTP/1.1 413")
+
+    async def trusting(gate, receive):
+        content = b""
+        while True:
+            message = await receive()
+            content += message.get("body", b"")
+            if not message.get("more_body"):
+                return content
+
+    monkeypatch.setattr(Gate, "body", trusting)  # as if Content-Length, which is absent, had told
+    assert not send_raw(server[0], CHUNKED).startswith(b"HTTP/1.1 413")
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: 9\r\n\r\n"
+
+
+@pytest.mark.parametrize("half", [b"", b"POST /v1/comp", HEAD + b"{"])
+def test_half_a_request_is_dropped_in_time(server, half):
+    start_s = time.monotonic()
+    answer = send_raw(server[0], half)
+    assert time.monotonic() - start_s < 4
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 408")
+
+
+def test_keys_and_connections(other):
+    with served(other, api_key="secret", max_connections=2) as (url, _):
+        assert httpx.get(url + "/health").status_code == 200
+        for headers in ({}, {"authorization": "Bearer wrong"}):
+            response = httpx.get(url + "/v1/models", headers=headers)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+        right = {"authorization": "Bearer secret"}
+        assert httpx.get(url + "/v1/models", headers=right).status_code == 200
+        host, port = url.removeprefix("http://").split(":")
+        held = [socket.create_connection((host, int(port))) for _ in range(2)]
+        time.sleep(0.1)
+        assert httpx.get(url + "/health").status_code == 503
+        for connection in held:
+            connection.close()
+
+
+def test_a_client_that_takes_nothing_is_dropped():
+    class Connection:
+        is_dropped = False
+
+        async def send(self, message):
+            await asyncio.Event().wait()
+
+        @property
+        def transport(self):
+            return self
+
+        def abort(self):
+            self.is_dropped = True
+
+    async def endless(scope, receive, send):
+        while True:
+            await send({"type": "http.response.body", "body": b"a", "more_body": True})
+
+    async def receive():
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    settings = ServerSettings(served_model_name=MODEL, write_timeout_s=0.05)
+    gate = Gate(endless, types.SimpleNamespace(settings=settings, trouble=None))
+    scope = {"type": "http", "path": "/version", "method": "GET", "headers": []}
+    connection = Connection()
+    asyncio.run(asyncio.wait_for(gate(scope, receive, connection.send), 5))
+    assert connection.is_dropped
+
+
+def test_a_drain_lets_running_requests_end_and_refuses_others(other, is_slow):
+    with served(other) as (url, server), httpx.Client(base_url=url, timeout=60) as client:
+        with client.stream("POST", COMPLETIONS, json={**LONG, "stream": True}) as response:
+            server.drain()
+            assert until(lambda: server.service.unavailable is not None)
+            assert httpx.post(url + COMPLETIONS, json=LONG).status_code == 503
+            assert httpx.get(url + "/health").status_code == 503
+            *_, last = events(response)
+        assert last["choices"][0]["finish_reason"] == "length"
+
+
+def test_a_drain_cancels_what_does_not_end_in_time(other, is_slow):
+    with served(other, drain_timeout_s=0.1) as (url, server):
+        with httpx.stream("POST", url + COMPLETIONS, json={**LONG, "stream": True}) as response:
+            server.drain()
+            *_, last = events(response)
+        assert "because the server is ending" in last["error"]["message"]
+
+
+def test_fingerprints_differ_by_what_decides_outputs():
+    plain, other = engines.engine("toy"), engines.engine("toy", "ngram")
+    bf16 = engines.engine("toy", dtype="bfloat16")
+    assert fingerprint(plain) == fingerprint(plain)
+    found = {fingerprint(plain), fingerprint(bf16), fingerprint(plain, {"defaults": "x"})}
+    assert len(found) == 3
+    assert len(fingerprint(other)) == 16
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.int32])
+def test_a_fingerprint_without_the_dtype_is_seen(dtype):
+    """Of the same bytes: weights of zeros with two dtypes."""
+    digest = module._digest({"a": jnp.zeros((4,), dtype)})
+    assert (digest == module._digest({"a": jnp.zeros((4,), jnp.float32)})) == (dtype == jnp.float32)
+
+
+def test_settings_are_checked():
+    wrong = {"max_n": 0, "write_timeout_s": 0, "generation_config": "all", "cors_origins": "a"}
+    for name, value in {**wrong, "allow_request_template": 1, "chat_template": 2}.items():
+        with pytest.raises(SettingError, match=name):
+            ServerSettings(served_model_name="a", **{name: value})
+
+
+@pytest.mark.slow
+def test_nothing_is_left_of_many_clients_of_whom_some_leave(other):
+    number, draw = 2000, random.Random(0)
+
+    async def one(client, places, kind):
+        async with places:
+            body = {**LONG, "max_tokens": draw.randint(1, 30), "stream": kind != "plain"}
+            if kind == "leaves a plain response":
+                with contextlib.suppress(httpx.TimeoutException):
+                    await client.post(COMPLETIONS, json={**body, "stream": False}, timeout=0.01)
+                return
+            async with client.stream("POST", COMPLETIONS, json=body) as response:
+                async for _ in response.aiter_lines():
+                    if kind == "leaves a stream":
+                        break
+
+    async def all_of_them(url):
+        kinds = ["plain"] * 4 + ["stream"] * 4 + ["leaves a stream", "leaves a plain response"]
+        places = asyncio.Semaphore(24)
+        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
+            await asyncio.gather(*(one(client, places, draw.choice(kinds)) for _ in range(number)))
+
+    with served(other) as (url, _):
+        asyncio.run(all_of_them(url))
+        assert until(lambda: not other.queue.unfinished)
+        before, started = other.metrics(), psutil.Process().memory_info().rss
+        num_threads = threading.active_count()
+        asyncio.run(all_of_them(url))
+        assert until(lambda: not other.queue.unfinished)
+        after = other.metrics()
+        assert psutil.Process().memory_info().rss - started < 100e6
+        assert threading.active_count() <= num_threads + 2
+    grown = {
+        reason: count - before["num_by_finish_reason"].get(reason, 0)
+        for reason, count in after["num_by_finish_reason"].items()
+    }
+    assert grown["cancelled"] > number / 50
+    # Some leave before their request is queued.
+    assert 0.9 * number <= sum(grown.values()) <= number
+    assert sum(grown.values()) == sum(after["latencies"]["e2e_latency_s"]["counts"]) - sum(
+        before["latencies"]["e2e_latency_s"]["counts"]
+    )
