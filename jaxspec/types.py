@@ -60,7 +60,7 @@ class EngineShape:
       batch_size: B, rows of the batch.
       max_length: S, slots per row.
       verify_length: T, tokens scored per round.
-      prefill_chunk: tokens of one prefill call.
+      prefill_chunk: tokens of one chunk of a prompt.
       vocab_size: V of the target.
       tree_depth: the depth of the deepest tree that windows are laid out for, 0 for chains. With
         most kernels the bits of a token depend on it (see `Window.tail_start`), so engines whose
@@ -73,6 +73,7 @@ class EngineShape:
         otherwise nothing reads it. A drafter that leaves it zero is traced as deterministic.
       loops_run_on_host: whether the host runs loops with a dynamic trip count, waiting for the
         device before every trip, as on a GPU; loops inside a round then have static trip counts.
+      chunks_per_call: R, the chunks of one prefill call, of any rows.
     """
 
     batch_size: int
@@ -85,6 +86,7 @@ class EngineShape:
     needs_draft_probs: bool = False
     needs_greedy_probs: bool = False
     loops_run_on_host: bool = False
+    chunks_per_call: int = 1
 
     @property
     def num_nodes(self) -> int:
@@ -106,13 +108,16 @@ class Window(struct.PyTreeNode, kw_only=True):
       positions: `[B, T]` int32, `start + depth`; also the rotary position.
       slots: `[B, T]` int32, where each token's KV is stored; it is dropped if the slot is outside
         `[0, S)`.
-      rows: `[B]` int32 rows of the cache's page table, or None for all of them in order.
+      rows: `[B]` int32 rows of the cache's page table, or None for all of them in order. A row is
+        repeated for consecutive chunks of its prompt.
       paths: `[B, T, D]` int32 or None (a chain), where D is one more than the depth of the deepest
         node, independent of T. `paths[b, t, d]` is the offset from `start` of the entry that entry
         t sees at virtual slot `start + d`: its ancestor at depth d, or t itself. An earlier call of
         the same round may have stored that entry.
       ends: `[B, T]` int32 or None. One past the last virtual slot that each entry sees; None means
         `positions + 1`: the entry itself and all before it.
+      num_live: `[B]` int32 or None (all). The first entries of each row are asked for; the others
+        may come back as anything, which nothing reads.
     """
 
     start: jax.Array
@@ -121,6 +126,7 @@ class Window(struct.PyTreeNode, kw_only=True):
     rows: jax.Array | None = None
     paths: jax.Array | None = None
     ends: jax.Array | None = None
+    num_live: jax.Array | None = None
 
     @property
     def visible_ends(self) -> jax.Array:

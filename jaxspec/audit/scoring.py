@@ -29,7 +29,7 @@ from jaxspec.checkpoint.format import weights_digest
 from jaxspec.decode.settings import MAX_STOP_TOKENS
 from jaxspec.errors import ModelError, PromptError
 from jaxspec.models.base import LanguageModel, Model, packed_model
-from jaxspec.models.prefill import chain_window, prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunks
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program, numbered
 from jaxspec.runtime.environment import loops_run_on_host
@@ -230,8 +230,9 @@ class Scorer:
         """A cache with the KV of tokens 0 to `stop`."""
 
         def body(index, cache):
-            place = {"row": jnp.int32(0), "start": index * chunk, "stop": stop}
-            return prefill_chunk(model, params, cache, tokens[None], **place, chunk=chunk)[0]
+            place = {"rows": jnp.zeros((1,), jnp.int32), "starts": index[None] * chunk}
+            place["stops"] = stop[None]
+            return prefill_chunks(model, params, cache, tokens[None], **place, chunk=chunk)[0]
 
         num_chunks = (stop + chunk - 1) // chunk
         cache = model.init_cache(1, self.max_length)

@@ -200,8 +200,7 @@ def _outside_slots(b: ModelUnderTest) -> str:
 def _rows(b: ModelUnderTest) -> str:
     row, length = ROWS - 1, CHUNK - 3
     before = b.filled(b.empty(), np.zeros(ROWS), 0.5)
-    place = (np.int32(row), np.int32(0), np.int32(length))
-    after = b.prefill(b.model.params, before, b.tokens, *place)
+    after = b.prefill_row(row, [length], cache=before)
     for old, new in zip(b.contents(before), b.contents(after), strict=True):
         changed = (old != new).any(axis=(2, 3))
         expected = np.zeros_like(changed)
@@ -351,6 +350,7 @@ def _chunked_prefill(b: ModelUnderTest) -> str:
     pieces = {
         "in one chunk": b.prefill_row(row, [length]),
         "in chunks of 5, 6 and 3": b.prefill_row(row, [5, 11, length]),
+        "in these chunks, all in one call": b.prefill_row(row, [5, 11, length], at_once=True),
         "window by window": b.context(np.full(ROWS, length)),
     }
     cache = b.empty()

@@ -33,7 +33,7 @@ from jaxspec.drafters.base import Drafter, draft_with, function_params
 from jaxspec.drafters.oracle import Oracle
 from jaxspec.engine.engine import Engine
 from jaxspec.models.base import Model
-from jaxspec.models.prefill import chain_window, prefill_chunk
+from jaxspec.models.prefill import chain_window, prefill_chunks
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Program
@@ -114,22 +114,26 @@ class ModelUnderTest:
 
     @functools.cached_property
     def prefill(self):
-        """The compiled prefill of one row: `(params, cache, tokens, row, start, stop) -> cache`."""
+        """The compiled prefill of a row's chunks: `(params, cache, tokens, row, starts, stops) ->
+        cache`."""
 
-        def prefill(params, cache, tokens, row, start, stop):
-            return prefill_chunk(
-                self.model, params, cache, tokens, row=row, start=start, stop=stop, chunk=CHUNK
-            )[0]
+        def prefill(params, cache, tokens, row, starts, stops):
+            place = {"rows": jnp.full_like(starts, row), "starts": starts, "stops": stops}
+            return prefill_chunks(self.model, params, cache, tokens, **place, chunk=CHUNK)[0]
 
         return Program(jax.jit(prefill), f"the prefill of {self.model.name}")
 
-    def prefill_row(self, row: int, bounds: Sequence[int]) -> kv.KVCache:
-        """A cache in which one row was prefilled in pieces with these ends."""
-        cache, start = self.empty(), 0
-        for stop in bounds:
-            place = (np.int32(row), np.int32(start), np.int32(stop))
+    def prefill_row(
+        self, row: int, bounds: Sequence[int], *, cache: Any = None, at_once: bool = False
+    ) -> kv.KVCache:
+        """The cache, by default an empty one, after a row was prefilled in up to three pieces with
+        these ends, each in a call of its own or all `at_once`."""
+        cache = self.empty() if cache is None else cache
+        pieces = list(zip([0, *bounds], bounds, strict=False))
+        for call in [pieces] if at_once else [[piece] for piece in pieces]:
+            starts, stops = np.array([*call, *[(0, 0)] * (3 - len(call))], np.int32).T
+            place = (np.int32(row), starts, stops)
             cache = self.prefill(self.model.params, cache, self.tokens, *place)
-            start = stop
         return cache
 
     def score(self, cache, tokens, start, *, is_running=None, slots=None, paths=None, params=None):

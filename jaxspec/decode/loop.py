@@ -26,7 +26,7 @@ from jaxspec.decode.state import (
     take_rows,
 )
 from jaxspec.drafters.base import function_params
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import prefill_chunks
 from jaxspec.types import DecodeState, EngineShape, PyTree
 
 
@@ -59,38 +59,62 @@ def admit(
 
 
 def prefill(
-    parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
 ) -> DecodeState:
-    """State after one chunk of a row's prompt, read by the target and by the drafter."""
-    return catch_up(parts, params, prefill_target(parts, params, state, row, start), row)
+    """State after some chunks of prompts, read by the target and by the drafter.
+
+    Args:
+      rows: `[R]` int32, the row of each chunk. A row may have several, one after the other without
+        a gap. -1 where there are fewer chunks; these come last.
+      starts: `[R]` int32, each chunk's first token.
+    """
+    return catch_up(parts, params, prefill_target(parts, params, state, rows, starts), rows)
 
 
 def prefill_target(
-    parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+    parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
 ) -> DecodeState:
-    """State after one chunk of a row's prompt was prefilled by the target only. The drafter
-    lags, but a drafter with taps sees the target's features."""
-    stop = jnp.minimum(start + parts.shape.prefill_chunk, state.num_committed[row] - 1)
-    cache, features = prefill_chunk(
+    """`prefill` by the target only. The drafter lags, but a drafter with taps sees the target's
+    features."""
+    is_here, own = rows >= 0, jnp.maximum(rows, 0)
+    stops = jnp.minimum(starts + parts.shape.prefill_chunk, state.num_committed[own] - 1)
+    starts, stops = jnp.where(is_here, starts, 0), jnp.where(is_here, stops, 0)
+    cache, features = prefill_chunks(
         parts.target,
         params["target"],
         state.cache,
         state.tokens,
-        row=row,
-        start=start,
-        stop=stop,
+        rows=own,
+        starts=starts,
+        stops=stops,
         chunk=parts.shape.prefill_chunk,
         taps=parts.drafter.taps,
     )
-    state = mark_prefilled(state.replace(cache=cache), row, stop)
+    state = mark_prefilled(state.replace(cache=cache), rows, stops)
     if features is None:
         return state
-    return _tell_drafter(parts, parts.drafter.observe, params, state, row, start, stop, features)
+    observe = parts.drafter.observe
+    return _tell_of_chunks(parts, observe, params, state, rows, starts, stops, features)
 
 
-def catch_up(parts: RoundParts, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
-    """State after the drafter has read one chunk of a row's tokens that it had not seen."""
-    return _tell_drafter(parts, parts.drafter.catch_up, params, state, row)
+def catch_up(parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
+    """State after the drafter has read, for each of `rows` `[R]` (as in `prefill`), one chunk of
+    the row's tokens that it had not seen."""
+    return _tell_of_chunks(parts, parts.drafter.catch_up, params, state, rows)
+
+
+def _tell_of_chunks(
+    parts: RoundParts, function, params: PyTree, state: DecodeState, rows: jax.Array, *of_chunks
+):
+    """State after one of the drafter's functions on each of `rows` `[R]`, one after the other, with
+    its own part of `of_chunks`, arrays `[R, ...]`."""
+
+    def tell(index, drafter):
+        own = (leaf[index] for leaf in (rows, *of_chunks))
+        return _tell_drafter(parts, function, params, state.replace(drafter=drafter), *own).drafter
+
+    num_chunks = jnp.sum(rows >= 0, dtype=jnp.int32)
+    return state.replace(drafter=lax.fori_loop(0, num_chunks, tell, state.drafter))
 
 
 def _tell_drafter(parts: RoundParts, function, params: PyTree, state: DecodeState, *arguments):
@@ -250,20 +274,20 @@ class DecodeLoop:
         return admit(self.parts, params, state, row, admission)
 
     def prefill(
-        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
-        """State after one chunk of a row's prompt."""
-        return prefill(self.parts, params, state, row, start)
+        """State after some chunks of prompts."""
+        return prefill(self.parts, params, state, rows, starts)
 
     def prefill_target(
-        self, params: PyTree, state: DecodeState, row: jax.Array, start: jax.Array
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
         """`prefill` for the target only."""
-        return prefill_target(self.parts, params, state, row, start)
+        return prefill_target(self.parts, params, state, rows, starts)
 
-    def catch_up(self, params: PyTree, state: DecodeState, row: jax.Array) -> DecodeState:
-        """State after the drafter has read one chunk of a row's tokens that it had not seen."""
-        return catch_up(self.parts, params, state, row)
+    def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
+        """State after the drafter has read one chunk for each of `rows`."""
+        return catch_up(self.parts, params, state, rows)
 
     def lag(self, state: DecodeState) -> jax.Array:
         """`[B]` int32, how many committed tokens before the newest one the drafter has not seen."""

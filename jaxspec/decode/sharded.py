@@ -253,11 +253,11 @@ class ShardedLoop:
     def prefill(
         self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
-        """State after one chunk of the prompt of one row on each shard.
+        """State after some chunks of prompts on each shard.
 
         Args:
-          rows: `[D]` int32, a row number local to each shard; -1 prefills nothing there.
-          starts: `[D]` int32, the chunk's first token.
+          rows: `[D, R]` int32, row numbers local to each shard, as `decode.loop.prefill` has them.
+          starts: `[D, R]` int32, each chunk's first token.
         """
         return self._on_rows(self._of_shard.prefill, params, state, rows, starts)
 
@@ -268,11 +268,10 @@ class ShardedLoop:
         return self._on_rows(self._of_shard.prefill_target, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
-        """State after the drafter has read, on each shard, one chunk of a row's tokens that it had
-        not seen."""
+        """State after the drafter has read a chunk for each of `rows` `[D, R]`, as in `prefill`."""
 
-        def catch_up(params, state, row, _):
-            return self._of_shard.catch_up(params, state, row)
+        def catch_up(params, state, rows, _):
+            return self._of_shard.catch_up(params, state, rows)
 
         return self._on_rows(catch_up, params, state, rows, rows)
 
@@ -313,11 +312,12 @@ class ShardedLoop:
     def _on_rows(
         self, function, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
     ) -> DecodeState:
-        """`function(params, state, row, start)` for one row on each shard, or for none."""
+        """`function(params, state, rows, starts)` on each shard that has any."""
 
-        def on_shard(params, state, row, start):
+        def on_shard(params, state, rows, starts):
+            rows, starts = rows[0], starts[0]
             return self._if(
-                row[0] >= 0, lambda state: function(params, state, row[0], start[0]), state
+                rows[0] >= 0, lambda state: function(params, state, rows, starts), state
             )
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(DATA)))

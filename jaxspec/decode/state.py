@@ -196,13 +196,15 @@ def _first_finish(admission: Admission) -> jax.Array:
     return jnp.where(jnp.less(admission.length, admission.limit), begins, admission.limit_finish)
 
 
-def mark_prefilled(state: DecodeState, row: jax.Array, stop: jax.Array) -> DecodeState:
-    """State after row `row` was prefilled up to slot `stop`; the row starts running if that was the
-    whole prompt."""
-    is_prefilled = stop >= state.num_committed[row] - 1
-    finish = state.finish[row]
-    finish = jnp.where(is_prefilled & (finish == Finish.PREFILLING), Finish.RUNNING, finish)
-    return state.replace(finish=state.finish.at[row].set(finish))
+def mark_prefilled(state: DecodeState, rows: jax.Array, stops: jax.Array) -> DecodeState:
+    """State after rows were prefilled up to these slots; a row starts running if that was its whole
+    prompt. Both are `[R]` int32, where a row may be repeated and -1 is none, or scalars."""
+    num_rows = state.finish.shape[0]
+    rows = jnp.where(rows < 0, num_rows, rows)
+    reached = jnp.full((num_rows,), -1, jnp.int32).at[rows].max(stops, mode="drop")
+    is_prefilled = (reached >= 0) & (reached >= state.num_committed - 1)
+    is_next = is_prefilled & (state.finish == Finish.PREFILLING)
+    return state.replace(finish=jnp.where(is_next, Finish.RUNNING, state.finish))
 
 
 def batch_view(state: DecodeState, *, is_chain: bool = True) -> BatchView:

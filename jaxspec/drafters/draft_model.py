@@ -33,7 +33,7 @@ from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import LanguageModel, Model, packed_model, param_specs, with_kv_dtype
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import prefill_chunks
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -302,14 +302,14 @@ class DraftModel(Drafter):
         """Reads a chunk of the unseen tokens of row `row`."""
         start = state.num_seen[row]
         stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
-        cache, _ = prefill_chunk(
+        cache, _ = prefill_chunks(
             self.model,
             params,
             state.cache,
             jnp.minimum(rows.tokens, self.model.vocab_size - 1),
-            row=row,
-            start=start,
-            stop=stop,
+            rows=row[None],
+            starts=start[None],
+            stops=stop[None],
             chunk=shape.prefill_chunk,
         )
         num_seen = state.num_seen.at[row].set(jnp.maximum(start, stop))

@@ -28,6 +28,7 @@ from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
 from jaxspec.models.base import Model, check_taps, packed_model
+from jaxspec.models.prefill import chunks_per_call
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.values import (
     LARGEST_BYTES,
@@ -113,7 +114,8 @@ class EngineConfig:
         `batch_size` is then an upper limit, and is lowered to what fits this and the free memory
         (docs/memory.md). None: all that is free on the device. `plan_memory` chooses more
         settings.
-      prefill_chunk: prompt tokens prefilled per call.
+      prefill_chunk: tokens of a chunk of a prompt. A call prefills several chunks, of one prompt or
+        of several.
       rounds_per_sync: most rounds that run before the host checks for finished rows.
       max_queue: requests that may wait for a row; `submit` refuses more.
       step_timeout_s: seconds that a step may take, not counting compilation. After that every
@@ -279,6 +281,7 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
         loops_run_on_host=loops_run_on_host(),
+        chunks_per_call=chunks_per_call(target),
     )
     parts = RoundParts(
         target=packed_model(target),

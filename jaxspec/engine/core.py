@@ -301,12 +301,20 @@ class EngineCore:
     def _prefill_prompts(self) -> None:
         """Prefills prompts, the oldest first: all of them or, if the output of running rows is
         awaited, as many chunks as the step's budget allows."""
-        tickets, num_chunks = self.queue.tickets_by_row.values(), 0
-        while self._prefill_chunk():
+        tickets, num_chunks = self.queue.tickets_by_row, 0
+        chunks: list[tuple[int, int]] = []
+        while taken := self._take_chunks():
+            chunks += taken
             num_chunks += 1
-            is_running = not all(ticket.is_prefilling for ticket in tickets)
-            if _is_interactive(tickets) and is_running and num_chunks >= self._chunk_budget():
+            is_running = not all(ticket.is_prefilling for ticket in tickets.values())
+            is_awaited = is_running and _is_interactive(tickets.values())
+            if is_awaited and num_chunks >= self._chunk_budget():
                 break
+        if not chunks:
+            return
+        self.executor.prefill(chunks, target_only=self.drafting.is_resting)
+        for row in dict(chunks):
+            self._catch_up(tickets[row])
 
     def _chunk_budget(self) -> int:
         """Chunks that a step may prefill while rows are running: more of them, the more rows of the
@@ -322,24 +330,18 @@ class EngineCore:
         )
         return 1 + CHUNKS_PER_IDLE_ROW * max(num_idle - 1, 0)
 
-    def _prefill_chunk(self) -> bool:
-        """Prefills a chunk of the oldest unfinished prompt of each shard; False if there is
-        none."""
+    def _take_chunks(self) -> list[tuple[int, int]]:
+        """The next chunk `(row, start)` of the oldest unfinished prompt of each shard; from now on
+        it counts as prefilled."""
         tickets = self.queue.tickets_by_row.items()
         unread = [(row, ticket) for row, ticket in tickets if ticket.is_prefilling]
         oldest: dict[int, tuple[int, Ticket]] = {}
         for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
             oldest.setdefault(self.executor.shard_of(row), (row, ticket))
-        if not oldest:
-            return False
-        self.executor.prefill(
-            {row: ticket.num_prefilled for row, ticket in oldest.values()},
-            target_only=self.drafting.is_resting,
-        )
+        chunks = [(row, ticket.num_prefilled) for row, ticket in oldest.values()]
         for _, ticket in oldest.values():
             ticket.num_prefilled += self.executor.shape.prefill_chunk
-            self._catch_up(ticket)
-        return True
+        return chunks
 
     def _catch_up(self, ticket: Ticket) -> None:
         """Lets the drafter catch up on a prompt whose beginning was not prefilled for this request,

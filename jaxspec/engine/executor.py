@@ -21,7 +21,7 @@ import collections
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Unpack, cast
 
 import jax
@@ -229,17 +229,23 @@ class Executor:
                 next_place[shard] += 1
         return [row for _, row in sorted(free)]
 
-    def _of_rows(self, values: Mapping[int, int]) -> tuple[Any, Any]:
-        """Values by row, with at most one row per shard, as `(rows within shards, values)`, each
-        `[D]`; -1 where a shard has none."""
-        rows, given = np.full((2, self.num_shards), -1, np.int32)
-        for row, value in values.items():
-            shard, rows[shard] = divmod(row, self.rows_per_shard)
-            given[shard] = value
-        return self._per_shard(rows), self._per_shard(given)
+    def prefill_calls(self, chunks: Iterable[tuple[int, int]]) -> Iterator[tuple[Any, Any]]:
+        """The calls that prefill chunks `(row, start)`: rows within shards and starts, each
+        `[D, R]`, with -1 after the last row of a shard."""
+        of_shards: list[list[tuple[int, int]]] = [[] for _ in range(self.num_shards)]
+        for row, start in chunks:
+            shard, own = divmod(row, self.rows_per_shard)
+            of_shards[shard].append((own, start))
+        num_chunks = self.shape.chunks_per_call
+        for first in range(0, max(map(len, of_shards)), num_chunks):
+            call = np.full((2, self.num_shards, num_chunks), -1, np.int32)
+            for shard, own in enumerate(of_shards):
+                for place, chunk in enumerate(own[first : first + num_chunks]):
+                    call[:, shard, place] = chunk
+            yield self._per_shard(call[0]), self._per_shard(call[1])
 
     def _per_shard(self, values: np.ndarray) -> Any:
-        """`[D]` int32 in the form that programs take: a scalar if there is no mesh."""
+        """`[D, ...]` int32 in the form that programs take: without D if there is no mesh."""
         return values[0] if self.mesh is None else values
 
     # The state.
@@ -304,15 +310,17 @@ class Executor:
         admission = make_admission(request, self.parts, draft_length=draft_length, arrival=arrival)
         self.state = self.programs["admit"](self.params, self.state, np.int32(row), admission)
 
-    def prefill(self, starts: Mapping[int, int], *, target_only: bool = False) -> None:
-        """Prefills a chunk of the prompts of some rows, at most one row per shard.
+    def prefill(self, chunks: Iterable[tuple[int, int]], *, target_only: bool = False) -> None:
+        """Prefills chunks of prompts, with as few calls as these fit into.
 
         Args:
-          starts: the index of the chunk's first token, by row.
+          chunks: a row and the index of the chunk's first token, for each chunk; those of a row in
+            order and without a gap.
           target_only: whether to leave out the drafter, which then lags; see `catch_up`.
         """
         prefill = self.programs["prefill_target" if target_only else "prefill"]
-        self.state = prefill(self.params, self.state, *self._of_rows(starts))
+        for rows, starts in self.prefill_calls(chunks):
+            self.state = prefill(self.params, self.state, rows, starts)
 
     def admit_and_prefill(
         self, row: int, request: Request, *, draft_length: int, arrival: int = 0
@@ -320,8 +328,8 @@ class Executor:
         """Puts a request into a row and prefills its whole prompt, so that the row is ready for
         `run`."""
         self.admit(row, request, draft_length=draft_length, arrival=arrival)
-        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
-            self.prefill({row: start})
+        starts = range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk)
+        self.prefill((row, start) for start in starts)
 
     # Rounds.
 
@@ -405,13 +413,11 @@ class Executor:
         Args:
           lags: the number of tokens that it has not seen, by row.
         """
-        num_chunks = 0
-        for row, lag in lags.items():
-            rows, _ = self._of_rows({row: 0})
-            for _ in range(0, lag, self.shape.prefill_chunk):
-                self.state = self.programs["catch_up"](self.params, self.state, rows)
-                num_chunks += 1
-        return num_chunks
+        chunk = self.shape.prefill_chunk
+        chunks = [(row, at) for row, lag in lags.items() for at in range(0, lag, chunk)]
+        for rows, _ in self.prefill_calls(chunks):
+            self.state = self.programs["catch_up"](self.params, self.state, rows)
+        return len(chunks)
 
     # Weights and programs.
 
@@ -461,14 +467,15 @@ class Executor:
         """
         state = compilation.shapes_at(self.eval_state(), self.home)
         of_shards, number = self._per_shard(np.zeros((self.num_shards,), np.int32)), np.int32(0)
+        chunks, _ = next(self.prefill_calls([(0, 0)]))
         request = Request(request_id="0", prompt_token_ids=(0,), params=SamplingParams(seed=0))
         admission = make_admission(request, self.parts, draft_length=0)
         arguments: dict[str, tuple[Any, ...]] = {
             "init": (),
             "admit": (self.params, state, number, admission),
-            "prefill": (self.params, state, of_shards, of_shards),
-            "prefill_target": (self.params, state, of_shards, of_shards),
-            "catch_up": (self.params, state, of_shards),
+            "prefill": (self.params, state, chunks, chunks),
+            "prefill_target": (self.params, state, chunks, chunks),
+            "catch_up": (self.params, state, chunks),
             "lag": (state,),
             "end_rows": (state, np.zeros((self.num_rows,), bool), number),
         }

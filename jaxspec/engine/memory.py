@@ -371,6 +371,8 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
         home = home_of(loop.params) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         home_of_params = home
     state, params = shapes_at(state, home), shapes_at(params, home_of_params)
+    num_chunks = loop.resident_shape.chunks_per_call
+    chunks = jax.ShapeDtypeStruct((*each.shape, num_chunks), jnp.int32)
     options: dict[str, Any] = {"donate_argnums": 1, "out_shardings": home}
 
     def compile_one(name: str, function: Any, *arguments: Any) -> ProgramBytes:
@@ -391,7 +393,7 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
 
     return (
         compile_one("round", loop.run, number, each),
-        compile_one("prefill", loop.prefill, each, each),
+        compile_one("prefill", loop.prefill, chunks, chunks),
     )
 
 

@@ -150,7 +150,7 @@ class RowStore:
         shape = parts.shape
         sizes = (
             (shape.batch_size, shape.verify_length, shape.tree_depth),
-            (1, shape.prefill_chunk, 0),
+            (shape.chunks_per_call, shape.prefill_chunk, 0),
         )
         is_simple = (
             executor.mesh is None and parts.layout == "ragged" and parts.drafter.score is None

@@ -243,6 +243,7 @@ class Kernels:
       highest: see `jaxspec.kernels.highest.highest`.
       is_width_invariant: whether a token gets the same bits in windows of every width, as long as
         these kernels leave no product to XLA. Engines test it before they rely on it.
+      skips_padding: whether entries beyond `Window.num_live` are not computed.
       platform: JAX's name of the kind of device that programs are made for; see `on`.
     """
 
@@ -250,6 +251,7 @@ class Kernels:
     product: Product = product
     highest: FindHighest = highest
     is_width_invariant: bool = False
+    skips_padding: bool = False
     platform: str = "cpu"
 
     def on(self, platform: str) -> Kernels:
@@ -264,6 +266,10 @@ class Kernels:
         It may be given in either form, and is not copied if it already has the right one.
         """
         return unpacked(weight)
+
+    def product_for(self, window: Window) -> Product:
+        """The product for the tokens of a window; by default `product`."""
+        return self.product
 
     def attend(
         self,

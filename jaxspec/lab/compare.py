@@ -307,7 +307,7 @@ def compare(
         draft.
       batch_size: prompts decoded together.
       max_length: slots per row for prompt and output.
-      prefill_chunk: prompt tokens prefilled per call.
+      prefill_chunk: tokens of a chunk of a prompt.
       repeats: timed runs of each candidate, in alternation.
       on_stage: called with the name of each stage as it begins.
 

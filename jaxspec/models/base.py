@@ -74,8 +74,9 @@ class Model(Protocol):
     def forward(
         self, params: PyTree, tokens: jax.Array, window: Window, cache: kv.KVCache
     ) -> tuple[jax.Array, kv.KVCache]:
-        """Hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache with the window's KV, which
-        is written before attention reads it."""
+        """Hidden states `[B, T, E]` of `tokens` `[B, T]`, and the cache with the window's KV. Each
+        layer writes all of it before its attention reads any: where `window.rows` repeats a row,
+        that is for consecutive chunks of its prompt."""
         ...
 
     def logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:

@@ -274,13 +274,14 @@ def run_layers(
     """
     stop = config.num_layers if stop is None else stop
     angles = layers.rotary_angles(config.rope, window.positions)
+    product = kernels.product_for(window)
     for index in range(start, stop):
         layer = params["layers"][index]
         hidden, cache = _run_attention(
             config, layer, index, hidden, window, angles, cache, kernels=kernels
         )
         if has_feed_forward:
-            hidden = layers.feed_forward(config, layer, hidden, kernels.product)
+            hidden = layers.feed_forward(config, layer, hidden, product)
     return hidden, cache
 
 
@@ -313,7 +314,7 @@ def _run_attention(
         )
         return heads
 
-    hidden = layers.attention(config, layer, hidden, attend, kernels.product)
+    hidden = layers.attention(config, layer, hidden, attend, kernels.product_for(window))
     return hidden, cache.replace(layers=tuple(written))
 
 

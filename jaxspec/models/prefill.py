@@ -1,7 +1,9 @@
-"""Prefill: computes the KV of one request's prompt, in chunks of one shape.
+"""Prefill: computes the KV of prompts, some chunks in one call of one shape.
 
 A prompt is prefilled up to its last token but one; the last token is the root of the first round's
-window. So prefill needs no logits, and a request's KV never depends on what else is being decoded.
+window. So prefill needs no logits. The chunks of a call are of any rows, also several consecutive
+ones of one row, because a layer writes the KV of all chunks before it reads any. So a request's KV
+depends neither on what else is being decoded nor on how chunks are divided among calls.
 """
 
 from __future__ import annotations
@@ -10,8 +12,19 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KVCache
-from jaxspec.models.base import Model, forward_features
+from jaxspec.models.base import Model, forward_features, kernels_of
 from jaxspec.types import PyTree, Window
+
+# Chunks of one call: 512 tokens fill an accelerator. XLA computes empty chunks too; on a CPU, which
+# one chunk fills, it prefills them one at a time. The C++ kernels leave all padding out.
+CHUNKS_PER_CALL = 4
+
+
+def chunks_per_call(target: Model) -> int:
+    """How many chunks a call prefills: a constant of the device and the kernels."""
+    platform = getattr(target, "platform", jax.default_backend())
+    skips_padding = kernels_of(target).skips_padding
+    return 1 if platform == "cpu" and not skips_padding else CHUNKS_PER_CALL
 
 
 def chain_window(
@@ -38,31 +51,33 @@ def chain_window(
     return Window(start=start, positions=positions, slots=slots, rows=rows)
 
 
-def prefill_chunk(
+def prefill_chunks(
     model: Model,
     params: PyTree,
     cache: KVCache,
     tokens: jax.Array,
     *,
-    row: jax.Array,
-    start: jax.Array,
-    stop: jax.Array,
+    rows: jax.Array,
+    starts: jax.Array,
+    stops: jax.Array,
     chunk: int,
     taps: tuple[int, ...] = (),
 ) -> tuple[KVCache, jax.Array | None]:
-    """The cache with the KV of tokens `start` to `stop` (at most `chunk`) of one row, and the
-    residual stream `[chunk, n, E]` at the model's boundaries `taps`, None without any.
+    """The cache with the KV of R chunks, each the tokens `starts` to `stops` (at most `chunk`) of
+    one row, and their residual stream `[R, chunk, n, E]` at the model's boundaries `taps`, None
+    without any.
 
     Args:
       tokens: `[B, S]` int32, the rows' committed tokens.
-      row: int32 scalar, the row in `tokens` and in the cache's table.
-      start: int32 scalar.
-      stop: int32 scalar; the rest of the chunk is padding and is not written.
-      chunk: static, the number of tokens of the call.
+      rows: `[R]` int32, each chunk's row in `tokens` and in the cache's table. A row may have
+        several chunks, one after the other without a gap.
+      starts: `[R]` int32.
+      stops: `[R]` int32; the rest of a chunk is padding and is not written.
+      chunk: static, the number of tokens of each.
       taps: see `models.base.forward_features`.
     """
-    window = chain_window(start[None], chunk, stop=stop[None], rows=row[None])
-    _, features, cache = forward_features(
-        model, params, tokens[row][window.positions], window, cache, taps
-    )
-    return cache, None if features is None else features[0]
+    window = chain_window(starts, chunk, stop=stops, rows=rows)
+    window = window.replace(num_live=jnp.clip(stops - starts, 0, chunk))
+    own = jnp.take_along_axis(tokens[rows], window.positions, axis=1)
+    _, features, cache = forward_features(model, params, own, window, cache, taps)
+    return cache, features

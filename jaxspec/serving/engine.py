@@ -217,7 +217,7 @@ class ServingEngine:
             "init": (),
             "init_row": (),
             "admit_row": (self.params, row, ALONE, admission),
-            "prefill": (self.params, row, ALONE, number),
+            "prefill": (self.params, row, *next(self._row.prefill_calls([(0, 0)]))),
             "insert": (self.params, state, number, placed, row.cache, row.drafter),
             "generate": (self.params, state, ONE),
             "free": (state, number),
@@ -240,8 +240,8 @@ class ServingEngine:
     ) -> Prefilled:
         """The prompt's KV, for target and drafter, with the row's settings.
 
-        Each chunk of the prompt is one program call, so rounds of a batch on the same device run
-        between chunks. Returns before the device has finished.
+        A program call prefills a few chunks of the prompt, and rounds of a batch on the same device
+        run between calls. Returns before the device has finished.
 
         Args:
           prompt: token ids, text or chat messages.
@@ -270,8 +270,9 @@ class ServingEngine:
         admission = make_admission(request, self._batch.parts, draft_length=draft_length)
         programs = self.programs
         state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)
-        for start in range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk):
-            state = programs["prefill"](self.params, state, ALONE, np.int32(start))
+        first = range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk)
+        for rows, starts in self._row.prefill_calls((0, start) for start in first):
+            state = programs["prefill"](self.params, state, rows, starts)
         return Prefilled(
             admission=admission,
             cache=state.cache,

@@ -22,7 +22,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import decoder
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import prefill_chunks
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
 
@@ -148,14 +148,14 @@ def test_plain_decoding_and_trees_run_aligned(setting):
 
 def read_alone(target, tokens):
     """K and V of each layer `[n, K, H]` of `tokens`, read at once into a ragged cache."""
-    cache, _ = prefill_chunk(
+    cache, _ = prefill_chunks(
         target,
         target.params,
         target.init_cache(1, MAX_LENGTH),
         jnp.asarray([tokens], jnp.int32),
-        row=jnp.int32(0),
-        start=jnp.int32(0),
-        stop=jnp.int32(len(tokens)),
+        rows=jnp.array([0], jnp.int32),
+        starts=jnp.array([0], jnp.int32),
+        stops=jnp.array([len(tokens)], jnp.int32),
         chunk=len(tokens),
     )
     return [np.asarray(values)[0, : len(tokens)] for values in layouts.kv_by_position(cache)]

@@ -17,7 +17,7 @@ from jaxspec.decode.state import batch_view
 from jaxspec.drafters import draft_model
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
-from jaxspec.models.prefill import prefill_chunk
+from jaxspec.models.prefill import prefill_chunks
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -33,14 +33,14 @@ def seen_kv(state, draft):
     drafter = state.drafter
     fresh = draft.init_cache(state.tokens.shape[0], state.cache.capacity)
     for row in range(state.tokens.shape[0]):
-        fresh, _ = prefill_chunk(
+        fresh, _ = prefill_chunks(
             draft,
             draft.params,
             fresh,
             state.tokens,
-            row=jnp.int32(row),
-            start=jnp.int32(0),
-            stop=drafter.num_seen[row],
+            rows=jnp.array([row], jnp.int32),
+            starts=jnp.array([0], jnp.int32),
+            stops=drafter.num_seen[row][None],
             chunk=128,
         )
     slots = jnp.broadcast_to(jnp.arange(128, dtype=jnp.int32), (state.tokens.shape[0], 128))

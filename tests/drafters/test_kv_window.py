@@ -294,7 +294,7 @@ def continued(executor, num_kept, params):
     RowStore(executor).continue_row(0, second, draft_length=4, num_kept=num_kept, start=num_kept)
     num_seen = int(executor.state.drafter.num_seen[0])
     for start in range(num_kept, len(other) - 1, CHUNK):
-        executor.prefill({0: start})
+        executor.prefill([(0, start)])
     executor.catch_up({0: int(executor.lags()[0])})
     executor.run(20)
     return second, drafts_of(executor, 0), num_seen

@@ -99,6 +99,29 @@ def test_xlas_products_do_depend_on_it_so_the_check_above_can_fail():
     assert np.any(np.asarray(base.product(x[:1], weight, **settings)) != together[:1])
 
 
+# Live rows of each of three parts: none, some, all; with the last more than fit into one block.
+COUNTS = [(0, 0, 0), (5, 0, 13), (13, 1, 0), (13, 13, 13)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("part", [13, 90])
+def test_padding_is_not_computed_and_changes_no_bit(part, around, dtype):
+    x, weight, settings = product_inputs((3 * part, 40, 61), AROUND[around], dtype)
+    weight = native.pack(weight)
+    full = np.asarray(native.product(x, weight, **settings), np.float32).reshape(3, part, 61)
+    x = x.reshape(3, part, *x.shape[1:])
+    if "residual" in settings:
+        settings["residual"] = settings["residual"].reshape(3, part, 61)
+    compute = jax.jit(lambda x, num_live: native.product(x, weight, num_live=num_live, **settings))
+    for counts in np.array(COUNTS, np.int32) * part // 13:
+        is_live = np.arange(part) < counts[:, None]
+        spoilt = jnp.where(np.expand_dims(is_live, tuple(range(2, x.ndim))), x, jnp.nan)
+        found = np.asarray(compute(spoilt, counts), np.float32)
+        np.testing.assert_array_equal(found[is_live], full[is_live])
+    assert compute._cache_size() == 1
+
+
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_what_is_no_number_stays_in_its_row(bad):
     for around in (("norm",), ("gate", "residual")):
@@ -341,6 +364,36 @@ def test_a_querys_attention_does_not_depend_on_how_many_read_the_same_kv(dtype):
             some = qkv[:, :, :, jnp.asarray([*queries, most, most + 1])]
             heads, _ = run(case, (config, params, some, *rest))
             np.testing.assert_array_equal(np.asarray(heads, np.float32), together[:, :, queries])
+
+
+@pytest.mark.parametrize("name", ["sliding", "bf16", "int8", "bf16, norm, bias"])
+def test_chunks_of_a_row_in_one_call_get_the_bits_of_one_after_the_other(name):
+    case = dataclasses.replace(CASES[name], starts=(7, 300), window=70)
+    config, params, _, layer, table, _ = attention_inputs(case, fill=np.nan)
+    rows, starts = jnp.array([0, 1, 0, 0]), jnp.array([147, 300, 77, 7], jnp.int32)
+    num_live = jnp.array([11, 0, 70, 70], jnp.int32)
+    qkv = random(3, 4, 70, case.heads, case.group + 2, case.size, dtype=case.dtype)
+    window = chain_window(starts, 70, stop=starts + num_live)
+
+    def attended(chunks, layer, *, has_counts=True):
+        own = jax.tree.map(lambda leaf: leaf[chunks], window)
+        own = own.replace(num_live=num_live[chunks] if has_counts else None)
+        is_live = np.arange(70) < np.asarray(num_live)[chunks, None]
+        given = jnp.where(is_live[..., None, None, None], qkv[chunks], jnp.nan)
+        heads, layer = run(case, (config, params, given, layer, table[rows[chunks]], own))
+        return np.asarray(heads, np.float32)[is_live], layer
+
+    one_by_one, after = [], layer
+    for chunk in (3, 2, 1, 0):
+        heads, after = attended(np.array([chunk]), after)
+        one_by_one.insert(0, heads)
+    together, packed = attended(np.arange(4), layer)
+    np.testing.assert_array_equal(together, np.concatenate(one_by_one))
+    stored = [kv_of(each, table, case.dtype) for each in (packed, after)]
+    for mine, yours in zip(*stored, strict=True):
+        np.testing.assert_array_equal(mine, yours)
+    # Without counts a row of the window does not wait for the KV of the rows behind it.
+    assert np.any(attended(np.arange(4), layer, has_counts=False)[0] != together)
 
 
 @pytest.mark.parametrize(("sliding", "kv_dtype"), [(None, None), (17, None), (None, "int8")])

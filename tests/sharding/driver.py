@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import dataclasses
 import functools
 
 import jax
@@ -38,7 +38,7 @@ def draft_model(**changes) -> jaxspec.DraftModel:
 
 
 class Driver(Executor):
-    """Decodes requests on rows of the caller's choice."""
+    """Decodes requests on rows of the caller's choice; a prefill call takes two chunks."""
 
     def __init__(self, mesh, drafter=None, *, model=None, max_length=256):
         config = EngineConfig(
@@ -48,37 +48,35 @@ class Driver(Executor):
             prefill_chunk=CHUNK,
             verify_length=None if drafter is None else WINDOW,
         )
-        super().__init__(
-            make_parts(target() if model is None else model, drafter, config), mesh=mesh
-        )
+        parts = make_parts(target() if model is None else model, drafter, config)
+        shape = dataclasses.replace(parts.shape, chunks_per_call=2)
+        super().__init__(dataclasses.replace(parts, shape=shape), mesh=mesh)
 
     @functools.cache  # noqa: B019
     def compiled(self, name: str):
         """One of the programs `admit`, `prefill` and `run`."""
         shards = np.zeros((self.num_shards,), np.int32)
+        [chunks] = self.prefill_calls([(0, 0)])
         request = Request(
             request_id="0", prompt_token_ids=(1,), params=jaxspec.SamplingParams(seed=0)
         )
         arguments = {
             "admit": (np.int32(0), make_admission(request, self.parts, draft_length=4)),
-            "prefill": (shards, shards),
+            "prefill": chunks,
             "run": (np.int32(1), shards),
         }[name]
         return self.programs[name].lower(self.params, self.state, *arguments).compile()
 
     def put(self, requests, *, draft_length=WINDOW - 1) -> None:
         """Requests (prompt, params), by row, into their rows; their prompts are read."""
-        chunks = [collections.deque() for _ in range(self.num_shards)]
+        chunks = []
         for row, (prompt, params) in requests.items():
             [request] = make_requests(
                 [prompt], params, self.parts.target, longest=self.longest_prompt
             )
             self.admit(row, request, draft_length=draft_length)
-            chunks[self.shard_of(row)].extend(
-                (row, start) for start in range(0, len(prompt) - 1, CHUNK)
-            )
-        while any(chunks):
-            self.prefill(dict(shard.popleft() for shard in chunks if shard))
+            chunks += [(row, start) for start in range(0, len(prompt) - 1, CHUNK)]
+        self.prefill(chunks)
 
     def generate(self, requests, *, draft_length=WINDOW - 1):
         """Output token ids of requests (prompt, params) by row."""

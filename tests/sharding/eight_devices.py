@@ -142,7 +142,7 @@ def test_a_shard_with_nothing_to_read_keeps_its_state(eight):
     eight.put({row: (prompt, GREEDY) for row, prompt in enumerate(toy.prompts([90] * 16))})
     before = jax.device_get(eight.state)
     poison(eight)
-    eight.prefill({5 * driver.BATCH_SIZE + 1: 0})
+    eight.prefill([(5 * driver.BATCH_SIZE + 1, 0)])
     after = jax.device_get(eight.state)
     for layer in after.cache.layers:
         is_written = ~np.isnan(layer.k.reshape(8, 2, 2, -1)).all(axis=-1)

@@ -349,11 +349,16 @@ def _pad_in_prompt_masked(window: OpenWindow, at: Place) -> OpenWindow:
     "C1: nothing of a row's previous request is visible",
 )
 def _stale_kv_after_reuse(after: OpenState, at: Place) -> OpenState:
-    is_taken_as_cached = at.state.is_reused[at.row] & (at.start == 0)
-    cache = jax.tree.map(
-        lambda new, old: jnp.where(is_taken_as_cached, old, new), after.cache, at.state.cache
-    )
-    return after.replace(cache=cache)
+    is_taken_as_cached = (at.rows >= 0) & (at.starts == 0) & at.state.is_reused[at.rows]
+    num_pages = after.cache.layers[0].k.shape[0]
+    pages = jnp.where(is_taken_as_cached[:, None], after.cache.table[at.rows], num_pages)
+    is_stale = jnp.zeros((num_pages,), bool).at[pages].set(True, mode="drop")
+
+    def kept(new, old):
+        return jnp.where(is_stale.reshape(-1, *[1] * (new.ndim - 1)), old, new)
+
+    layers = jax.tree.map(kept, after.cache.layers, at.state.cache.layers)
+    return after.replace(cache=after.cache.replace(layers=layers))
 
 
 @_enters(

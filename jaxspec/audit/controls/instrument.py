@@ -136,9 +136,10 @@ class Place(types.SimpleNamespace):
       info: that of the round, once it is verified.
       chosen: `[B, N + 1]` the target's tokens at each node.
       after: the state after the commit.
-      row: the row that is filled or prefilled.
+      row: the row that is filled.
       admission: the request that enters.
-      start: first token of the prefill chunk.
+      rows: the row of each chunk that is prefilled, or -1.
+      starts: first token of each chunk.
     """
 
 
@@ -166,7 +167,7 @@ def _opened(window: Window, at: Place) -> OpenWindow:
 # if it does not have them), and a function that prepares the value for edits.
 PLACES: dict[str, tuple[Any, str, tuple[str | None, ...], Edit]] = {
     "admit_row": (decode_loop, "admit_row", ("state", "row", "admission"), _with_history),
-    "prefill": (decode_loop, "prefill", (None, None, "state", "row", "start"), _as_is),
+    "prefill": (decode_loop, "prefill", (None, None, "state", "rows", "starts"), _as_is),
     "rows": (decode_round, "batch_view", ("state",), _as_is),
     "window": (decode_round, "make_window", ("state", "draft"), _opened),
     "verdict": (coupled, "follow", ("chosen", "draft"), _as_is),

@@ -116,9 +116,11 @@ def product(
     is_gated: bool = False,
     residual: jax.Array | None = None,
     dtype=None,
+    num_live: jax.Array | None = None,
 ) -> jax.Array:
     """`f(x) @ weight + residual` `[..., out...]`, like `jaxspec.kernels.base.product`, for a packed
-    weight in x's dtype."""
+    weight in x's dtype. With `num_live` `[B]` int32 only the first ones of x `[B, T, ...]` are
+    computed, and the rest of the result is whatever the memory held."""
     leading = x.shape[: -2 if is_gated else -1]
     num_rows, num_outputs = math.prod(leading), math.prod(weight.output_shape)
     nothing = jnp.zeros((0,), x.dtype)
@@ -130,6 +132,7 @@ def product(
         nothing if norm is None else norm,
         weight.data,
         nothing if residual is None else residual.reshape(num_rows, -1),
+        jnp.zeros((0,), jnp.int32) if num_live is None else num_live,
         epsilon=np.float32(epsilon),
         is_gated=is_gated,
     )
@@ -201,14 +204,15 @@ def attend(
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
     the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
-    or bf16. A node of a tree gets the bits of its path as a chain."""
+    or bf16. A node of a tree gets the bits of its path as a chain. With `window.num_live` several
+    rows of the window may be of one row of the table; see `product` for the entries beyond."""
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
     nothing, no_slots = jnp.zeros((0,), qkv.dtype), jnp.zeros((0,), jnp.int32)
     stored = jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), layer)
     scales, in_place = (), {6: 1, 7: 2}
     if layer.is_quantised:
-        scales, in_place = (layer.k_scale, layer.v_scale), {6: 1, 7: 2, 14: 3, 15: 4}
+        scales, in_place = (layer.k_scale, layer.v_scale), {6: 1, 7: 2, 15: 3, 16: 4}
     sinks = {} if num_sinks is None else {"num_sinks": np.int64(num_sinks)}
     made, k, v, *new_scales = jax.ffi.ffi_call(
         "jaxspec_coded_attention" if layer.is_quantised else "jaxspec_attention",
@@ -229,6 +233,7 @@ def attend(
         window.start,
         no_slots if window.paths is None else window.paths,
         no_slots if window.ends is None else window.ends,
+        no_slots if window.num_live is None else window.num_live,
         *scales,
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
@@ -252,6 +257,12 @@ class NativeKernels(Kernels):
         if isinstance(weight, jax.ShapeDtypeStruct):
             return jax.eval_shape(functools.partial(pack, num_input_axes=num_input_axes), weight)
         return pack(jnp.asarray(weight), num_input_axes)
+
+    def product_for(self, window):
+        """A product that leaves out the window's padding."""
+        if window.num_live is None:
+            return self.product
+        return functools.partial(self.product, num_live=window.num_live)
 
     def attend(
         self,
@@ -291,9 +302,15 @@ class NativeKernels(Kernels):
         )
 
 
-def _product_or_xla(x: jax.Array, weight: jax.Array | PackedWeight, **settings) -> jax.Array:
+def _product_or_xla(
+    x: jax.Array,
+    weight: jax.Array | PackedWeight,
+    *,
+    num_live: jax.Array | None = None,
+    **settings,
+) -> jax.Array:
     if isinstance(weight, PackedWeight):
-        return product(x, weight, **settings)
+        return product(x, weight, num_live=num_live, **settings)
     return xla_product(x, weight, **settings)
 
 
@@ -316,4 +333,6 @@ def _is_split() -> bool:
     return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
 
 
-NATIVE = NativeKernels(product=_product_or_xla, highest=_highest_or_xla, is_width_invariant=True)
+NATIVE = NativeKernels(
+    product=_product_or_xla, highest=_highest_or_xla, is_width_invariant=True, skips_padding=True
+)

@@ -23,6 +23,7 @@
 
 #include "attention_sums.h"
 #include "norms.h"
+#include "threads.h"
 #include "vectors.h"
 
 namespace jaxspec {
@@ -129,18 +130,22 @@ inline void StoreCodes(const float* x, int64_t size, int8_t* codes, float* scale
   }
 }
 
-// Norms and turns queries and keys of the window, and writes its KV. queries [window * group, padded].
+// Norms and turns queries and keys of entries `begin` to `end` of the window, and writes their KV.
+// queries [entries * group, padded]; null if only the KV is wanted.
 template <typename T, typename S>
-void WriteWindow(const RowHead<T, S>& of, const HeadShape<T>& shape, T* queries) {
+void WriteWindow(const RowHead<T, S>& of, const HeadShape<T>& shape, int64_t begin, int64_t end,
+                 T* queries, bool writes_kv) {
   const AttentionInputs<T, S>& in = of.in;
   const int64_t size = shape.size, num_parts = in.group + 2;
   thread_local std::vector<float> scratch;
   scratch.resize(3 * shape.padded);
   float* const query = scratch.data();
   float *const key = query + shape.padded, *const value = key + shape.padded;
-  for (int64_t t = 0; t < in.window; ++t) {
+  const int64_t first_part = queries == nullptr ? in.group : 0;
+  const int64_t end_of_parts = writes_kv ? num_parts : in.group;
+  for (int64_t t = begin; t < end; ++t) {
     const int64_t token = of.row * in.window + t;
-    for (int64_t part = 0; part < num_parts; ++part) {
+    for (int64_t part = first_part; part < end_of_parts; ++part) {
       const bool is_query = part < in.group, is_value = part == in.group + 1;
       float* const x = is_query ? query : is_value ? value : key;
       const int64_t of_head = (of.head * num_parts + part) * size;
@@ -157,14 +162,14 @@ void WriteWindow(const RowHead<T, S>& of, const HeadShape<T>& shape, T* queries)
       Rotate(x, in.cos + angle, in.sin + angle, in.rotary_size, in.is_interleaved);
       for (int64_t i = 0; i < size; i += kLanes) Store(x + i, Round<T>(Load(x + i)));
       if (!is_query) continue;
-      T* const to = queries + (t * in.group + part) * shape.padded;
+      T* const to = queries + ((t - begin) * in.group + part) * shape.padded;
       for (int64_t i = 0; i < size; i += kLanes) {
         Store(to + i, Load(x + i) * shape.query_scale, size - i);
       }
       std::fill(to + size, to + shape.padded, T{});
     }
     const int32_t slot = in.slots[token];
-    if (slot < 0 || slot >= of.capacity()) continue;
+    if (!writes_kv || slot < 0 || slot >= of.capacity()) continue;
     // 0 * NaN is NaN: a value that is no number would reach the queries before it, which do not see
     // it. As a key it reaches those that do.
     if (!AreNumbers(value, size)) {
@@ -344,7 +349,7 @@ void Gather(const RowHead<T, S>& of, int64_t query, int64_t slot, const BlockOfS
   }
 }
 
-// Attention of `count` queries, at most kQueries, from `first` on.
+// Attention of `count` queries, at most kQueries, from `first` on; `queries` begins with the first.
 template <typename T, typename S>
 void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T* queries,
                     int64_t first, int64_t count) {
@@ -402,7 +407,7 @@ void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T*
   float* const weights = scratch.front().floats;  // [block, count, kLanes], twice
   float* const sums = weights + 2 * num_weights;  // [count, padded]
   float totals[kQueries];
-  Scores(shape, queries + first * shape.padded, count, keys, seen.runs, weights);
+  Scores(shape, queries, count, keys, seen.runs, weights);
   if constexpr (kIsCoded) ScaleScores(seen, k_scales, weights);
   Softmax(seen, shape, kIsCoded ? v_scales : nullptr, weights, totals);
 
@@ -436,20 +441,44 @@ void AttendTogether(const RowHead<T, S>& of, const HeadShape<T>& shape, const T*
   }
 }
 
-// What one row's KV head does in a round: its queries and keys are normed and turned, its KV is
-// written, and its queries, [window, group] of them, see their row's KV up to themselves, or to their
-// entry's end.
+// What one row's KV head does for entries `begin` to `end` of the window: their queries and keys are
+// normed and turned, their KV is written, unless it already is, and their queries, [entries, group] of
+// them, see their row's KV up to themselves, or to their entry's end.
 template <typename T, typename S>
-void Attend(const AttentionInputs<T, S>& in, int64_t row, int64_t head) {
-  const RowHead<T, S> of = {in, row, head};
-  const HeadShape<T> shape(in.head_size);
-  const int64_t num_queries = in.window * in.group;
+void Attend(const RowHead<T, S>& of, int64_t begin, int64_t end, bool writes_kv) {
+  const HeadShape<T> shape(of.in.head_size);
+  const int64_t group = of.in.group, num_queries = (end - begin) * group;
   thread_local std::vector<T> queries;
   queries.resize(num_queries * shape.padded);
-  WriteWindow(of, shape, queries.data());
+  WriteWindow(of, shape, begin, end, queries.data(), writes_kv);
   for (int64_t first = 0; first < num_queries; first += kQueries) {
-    AttendTogether(of, shape, queries.data(), first, std::min(kQueries, num_queries - first));
+    AttendTogether(of, shape, queries.data() + first * shape.padded, begin * group + first,
+                   std::min(kQueries, num_queries - first));
   }
+}
+
+// The same for the first `num_live` [num_rows] entries of each row. Rows may be chunks of one row of the
+// table, so all KV is written before any is read. A head's entries are shared out in pieces.
+template <typename T, typename S>
+void AttendToChunks(const AttentionInputs<T, S>& in, int64_t num_rows, const int32_t* num_live) {
+  constexpr int64_t kPiece = 32;
+  const int64_t num_pieces = RoundUp(in.window, kPiece) / kPiece;
+  const auto for_pieces = [&](const auto& body) {
+    Team::Get().For(num_rows * in.num_heads * num_pieces, [&](int64_t task) {
+      const int64_t piece = task % num_pieces, of_head = task / num_pieces;
+      const RowHead<T, S> of = {in, of_head / in.num_heads, of_head % in.num_heads};
+      const int64_t count = std::min<int64_t>(num_live[of.row], in.window);
+      const int64_t begin = piece * kPiece, end = std::min(begin + kPiece, count);
+      if (begin < end) body(of, begin, end);
+    });
+  };
+  const HeadShape<T> shape(in.head_size);
+  for_pieces([&](const RowHead<T, S>& of, int64_t begin, int64_t end) {
+    WriteWindow<T, S>(of, shape, begin, end, nullptr, true);
+  });
+  for_pieces([](const RowHead<T, S>& of, int64_t begin, int64_t end) {
+    Attend(of, begin, end, false);
+  });
 }
 
 }  // namespace jaxspec

@@ -13,8 +13,10 @@
 // Values are float, or bfloat16 as uint16_t. Sums are float; what XLA would round to bfloat16 (normed
 // inputs, gated inputs, probabilities, results) is rounded here too.
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "attention.h"
 #include "highest.h"
@@ -48,8 +50,8 @@ ffi::Error PackHandler(ffi::AnyBuffer weight, ffi::Result<ffi::AnyBuffer> packed
 }
 
 ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer packed,
-                          ffi::AnyBuffer residual, ffi::Result<ffi::AnyBuffer> y, float epsilon,
-                          bool is_gated) {
+                          ffi::AnyBuffer residual, ffi::Buffer<ffi::S32> num_live,
+                          ffi::Result<ffi::AnyBuffer> y, float epsilon, bool is_gated) {
   const int64_t num_rows = x.dimensions()[0];
   const int64_t num_inputs = x.dimensions()[1] / (is_gated ? 2 : 1);
   const int64_t num_padded = 2 * packed.dimensions()[1], num_outputs = y->dimensions()[1];
@@ -62,13 +64,24 @@ ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer 
       num_packed != num_panels * num_padded * kPanel) {
     return ffi::Error::InvalidArgument("the packed weight is not of this product's shape");
   }
+  // Of each of equal parts of the rows, the first ones are computed.
+  const int64_t num_parts = num_live.element_count();
+  std::vector<int32_t> rows;
+  for (int64_t part = 0; part < num_parts; ++part) {
+    const int64_t size = num_rows / num_parts;
+    const int64_t count = std::clamp<int64_t>(num_live.typed_data()[part], 0, size);
+    for (int64_t row = 0; row < count; ++row) rows.push_back(part * size + row);
+  }
+  const int64_t num_computed = num_parts == 0 ? num_rows : rows.size();
+  if (num_computed == 0) return ffi::Error::Success();
+  const bool are_first = rows.empty() || rows.back() == num_computed - 1;
   auto run = [&](auto of, auto out) {
     using T = decltype(of);
     using Out = decltype(out);
     Product<T, Out>(static_cast<const T*>(x.untyped_data()), Optional<T>(norm), epsilon, is_gated,
                     static_cast<const T*>(packed.untyped_data()), Optional<T>(residual),
-                    static_cast<Out*>(y->untyped_data()), num_rows, num_inputs, num_padded,
-                    num_outputs);
+                    static_cast<Out*>(y->untyped_data()), are_first ? nullptr : rows.data(),
+                    num_computed, num_inputs, num_padded, num_outputs);
     return ffi::Error::Success();
   };
   if (x.element_type() == ffi::F32) return run(float{}, float{});
@@ -82,7 +95,8 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
                      ffi::AnyBuffer k, ffi::AnyBuffer v, ffi::Buffer<ffi::S32> table,
                      ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> slots,
                      ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> paths,
-                     ffi::Buffer<ffi::S32> ends, float* k_scale, float* v_scale,
+                     ffi::Buffer<ffi::S32> ends, ffi::Buffer<ffi::S32> num_live, float* k_scale,
+                     float* v_scale,
                      ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
                      ffi::Result<ffi::AnyBuffer> new_v, const ffi::Dictionary& settings) {
   const auto shape = qkv.dimensions();  // [B, T, K, G + 2, H]
@@ -140,8 +154,13 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
     in.paths = Optional(paths);
     in.ends = Optional(ends);
     in.output = static_cast<T*>(output->untyped_data());
+    if (num_live.element_count() > 0) {
+      AttendToChunks(in, num_rows, num_live.typed_data());
+      return ffi::Error::Success();
+    }
     Team::Get().For(num_rows * num_heads, [&](int64_t task) {
-      Attend(in, task / num_heads, task % num_heads);
+      const RowHead<T, S> of = {in, task / num_heads, task % num_heads};
+      Attend(of, 0, in.window, true);
     });
     return ffi::Error::Success();
   };
@@ -156,10 +175,11 @@ ffi::Error AttentionHandler(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuf
                             ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions,
                             ffi::Buffer<ffi::S32> slots, ffi::Buffer<ffi::S32> start,
                             ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
-                            ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
-                            ffi::Result<ffi::AnyBuffer> new_v, ffi::Dictionary settings) {
+                            ffi::Buffer<ffi::S32> num_live, ffi::Result<ffi::AnyBuffer> output,
+                            ffi::Result<ffi::AnyBuffer> new_k, ffi::Result<ffi::AnyBuffer> new_v,
+                            ffi::Dictionary settings) {
   return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
-                   paths, ends, nullptr, nullptr, output, new_k, new_v, settings);
+                   paths, ends, num_live, nullptr, nullptr, output, new_k, new_v, settings);
 }
 
 ffi::Error CodedAttentionHandler(
@@ -167,7 +187,7 @@ ffi::Error CodedAttentionHandler(
     ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin, ffi::AnyBuffer k, ffi::AnyBuffer v,
     ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::S32> slots,
     ffi::Buffer<ffi::S32> start, ffi::Buffer<ffi::S32> paths, ffi::Buffer<ffi::S32> ends,
-    ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
+    ffi::Buffer<ffi::S32> num_live, ffi::Buffer<ffi::F32> k_scale, ffi::Buffer<ffi::F32> v_scale,
     ffi::Result<ffi::AnyBuffer> output, ffi::Result<ffi::AnyBuffer> new_k,
     ffi::Result<ffi::AnyBuffer> new_v, ffi::Result<ffi::Buffer<ffi::F32>> new_k_scale,
     ffi::Result<ffi::Buffer<ffi::F32>> new_v_scale, ffi::Dictionary settings) {
@@ -176,8 +196,8 @@ ffi::Error CodedAttentionHandler(
     return ffi::Error::Internal("the scales of the cache were not handed over in place");
   }
   return Attention(qkv, bias, query_norm, key_norm, cos, sin, k, v, table, positions, slots, start,
-                   paths, ends, k_scale.typed_data(), v_scale.typed_data(), output, new_k, new_v,
-                   settings);
+                   paths, ends, num_live, k_scale.typed_data(), v_scale.typed_data(), output, new_k,
+                   new_v, settings);
 }
 
 // Without a sharpness of each row it is 1.
@@ -216,6 +236,7 @@ auto AttentionArguments() {
       .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
       .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
       .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+      .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
       .Arg<xla::ffi::Buffer<xla::ffi::S32>>();
 }
 
@@ -232,6 +253,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_product, jaxspec::ProductHandler,
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
                                   .Arg<xla::ffi::AnyBuffer>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::AnyBuffer>()
                                   .Attr<float>("epsilon")
                                   .Attr<bool>("is_gated"));

@@ -370,32 +370,54 @@ inline const char* Family() {
 #endif
 }
 
-// y [num_rows, num_outputs] = f(x) @ weight + residual. f is an RMS norm, if there is a weight for it,
-// or SiLU gates, or nothing.
+// Rows in blocks of equal height, or a row less, small enough that a block stays in a core's cache.
+struct RowBlocks {
+  static constexpr int64_t kRows = 128;
+  int64_t num_rows, count;
+
+  explicit RowBlocks(int64_t num_rows)
+      : num_rows(num_rows), count(RoundUp(num_rows, kRows) / kRows) {}
+
+  int64_t Begin(int64_t block) const { return num_rows * block / count; }
+  int64_t Height(int64_t block) const { return Begin(block + 1) - Begin(block); }
+  int64_t BlockOf(int64_t row) const { return ((row + 1) * count - 1) / num_rows; }
+};
+
+// y [.., num_outputs] = f(x) @ weight + residual. f is an RMS norm, if there is a weight for it, or SiLU
+// gates, or nothing. Of x and y only `num_rows` rows are read and written: the first ones, or `rows`.
 template <typename T, typename Out>
 void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* packed,
-             const T* residual, Out* y, int64_t num_rows, int64_t num_inputs, int64_t num_padded,
-             int64_t num_outputs) {
+             const T* residual, Out* y, const int32_t* rows, int64_t num_rows, int64_t num_inputs,
+             int64_t num_padded, int64_t num_outputs) {
   thread_local std::vector<T> scratch;
   const bool has_tiles = std::is_same_v<T, uint16_t> && HasMatrixUnits();
-  const RowTiles tiles(num_rows, num_padded);
-  if (has_tiles || norm != nullptr || is_gated || num_padded > num_inputs) {
-    scratch.resize((has_tiles ? tiles.num_rows() : num_rows) * num_padded);
+  const RowBlocks blocks(num_rows);
+  const auto place_of = [=](int64_t row) { return rows == nullptr ? row : int64_t{rows[row]}; };
+  // Where a block begins in what is prepared; tiles of a block take no more rows than blocks have.
+  const auto block_begin = [=](int64_t block) {
+    return (has_tiles ? block * RowBlocks::kRows : blocks.Begin(block)) * num_padded;
+  };
+  if (has_tiles || norm != nullptr || is_gated || num_padded > num_inputs || rows != nullptr) {
+    scratch.resize(has_tiles ? block_begin(blocks.count) : num_rows * num_padded);
     T* const to = scratch.data();
     const auto prepare = [=](int64_t row) {
       thread_local std::vector<T> prepared;
       if (has_tiles) prepared.resize(num_padded);
       T* const inputs = has_tiles ? prepared.data() : to + row * num_padded;
+      const int64_t place = place_of(row);
       if (is_gated) {
-        Gate(x + row * 2 * num_inputs, inputs, num_inputs);
+        Gate(x + place * 2 * num_inputs, inputs, num_inputs);
       } else if (norm != nullptr) {
-        Norm(x + row * num_inputs, norm, epsilon, inputs, num_inputs);
+        Norm(x + place * num_inputs, norm, epsilon, inputs, num_inputs);
       } else {
-        std::copy_n(x + row * num_inputs, num_inputs, inputs);
+        std::copy_n(x + place * num_inputs, num_inputs, inputs);
       }
       std::fill(inputs + num_inputs, inputs + num_padded, T{});
       if constexpr (std::is_same_v<T, uint16_t>) {
-        if (has_tiles) tiles.Put(inputs, row, to);
+        if (!has_tiles) return;
+        const int64_t block = blocks.BlockOf(row);
+        const RowTiles tiles(blocks.Height(block), num_padded);
+        tiles.Put(inputs, row - blocks.Begin(block), to + block_begin(block));
       }
     };
     if (num_rows * num_inputs >= 4096) {
@@ -408,25 +430,30 @@ void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* p
   // Groups of panels, small enough that every thread has several.
   const int64_t num_panels = RoundUp(num_outputs, kPanel) / kPanel;
   const int64_t num_bytes = num_panels * kPanel * num_padded * sizeof(T);
-  const int64_t ahead = AheadBytes(num_bytes, num_rows) / sizeof(T);
   int64_t size = kGroup;
   while (size > 1 && num_panels < 4 * size * Team::Get().num_threads()) size /= 2;
-  Team::Get().For(RoundUp(num_panels, size) / size, [=](int64_t group) {
+  const int64_t num_groups = RoundUp(num_panels, size) / size;
+  Team::Get().For(blocks.count * num_groups, [=](int64_t task) {
+    const int64_t block = task / num_groups, height = blocks.Height(block);
+    const RowTiles tiles(height, num_padded);
     thread_local std::vector<float> sums;
     sums.resize(tiles.num_rows() * kGroup * kPanel);
-    const int64_t begin = group * size, count = std::min(size, num_panels - begin);
+    const int64_t begin = task % num_groups * size, count = std::min(size, num_panels - begin);
     const T* const panels = packed + begin * num_padded * kPanel;
+    const T* const inputs = x + block_begin(block);
     if constexpr (std::is_same_v<T, uint16_t>) {
-      if (has_tiles) SumWithMatrixUnits(x, tiles, panels, count, sums.data());
+      if (has_tiles) SumWithMatrixUnits(inputs, tiles, panels, count, sums.data());
     }
     if (!has_tiles) {
-      SumWithVectors(x, panels, num_rows, num_padded, count, ahead, sums.data());
+      const int64_t ahead = AheadBytes(num_bytes, height) / sizeof(T);
+      SumWithVectors(inputs, panels, height, num_padded, count, ahead, sums.data());
     }
     const int64_t stop = std::min((begin + count) * kPanel, num_outputs);
-    for (int64_t row = 0; row < num_rows; ++row) {
+    for (int64_t row = 0; row < height; ++row) {
       const float* const of_row = sums.data() + row * kGroup * kPanel;
+      const int64_t place = place_of(blocks.Begin(block) + row);
       for (int64_t column = begin * kPanel; column < stop; column += kLanes) {
-        const int64_t at = row * num_outputs + column;
+        const int64_t at = place * num_outputs + column;
         Vector sum = Round<Out>(Load(of_row + column - begin * kPanel));
         if (residual != nullptr) sum = Round<Out>(Load(residual + at, stop - column) + sum);
         Store(y + at, sum, stop - column);
