@@ -42,6 +42,7 @@ from jaxspec.types import Draft, Shared, chain_parents
 
 SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
 BASE = toy.model(**SMALL)
+DEEP = toy.model(**SMALL | {"num_layers": 2})  # what a layer reads shows in the next one's KV
 GLM = {
     "family": "glm4",
     "rope": RopeConfig(theta=1e4, rotary_size=4, is_interleaved=True),
@@ -137,6 +138,17 @@ def reading_first(params, tokens, window, cache):
     nowhere = window.replace(slots=jnp.full_like(window.slots, -1))
     hidden, _ = BASE.forward(params, tokens, nowhere, cache)
     return hidden, BASE.forward(params, tokens, window, cache)[1]
+
+
+def last_row_first(params, tokens, window, cache):
+    """Reads a chunk of a prompt before it has written the KV of the chunk before."""
+    hidden = []
+    for row in reversed(range(tokens.shape[0])):
+        own = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], window)
+        rows = jnp.array([row]) if window.rows is None else own.rows
+        found, cache = DEEP.forward(params, tokens[row : row + 1], own.replace(rows=rows), cache)
+        hidden.insert(0, found)
+    return jnp.concatenate(hidden), cache
 
 
 def batch_normed(params, tokens, window, cache):
@@ -265,6 +277,10 @@ BROKEN_MODELS = {
     "positions restart in each window": (
         "chunked_prefill",
         looking(lambda w: w.replace(positions=w.positions - w.start[:, None]), turns=True),
+    ),
+    "reads chunks before it writes all": (
+        "chunked_prefill",
+        poisoned(params=DEEP.params, init_cache=DEEP.init_cache, forward=last_row_first),
     ),
     "knows chains only": ("tree_paths", moved(lambda window: window.replace(paths=None))),
     "sees the drafts": ("same_program", looking(all_see_the_last)),
