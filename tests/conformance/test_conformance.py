@@ -42,6 +42,7 @@ from jaxspec.types import Draft, Shared, chain_parents
 
 SMALL = {"num_layers": 1, "num_query_heads": 2, "num_kv_heads": 1}
 BASE = toy.model(**SMALL)
+DEEP = toy.model(**SMALL | {"num_layers": 2})  # what a layer reads shows in the next one's KV
 GLM = {
     "family": "glm4",
     "rope": RopeConfig(theta=1e4, rotary_size=4, is_interleaved=True),
@@ -145,7 +146,7 @@ def last_row_first(params, tokens, window, cache):
     for row in reversed(range(tokens.shape[0])):
         own = jax.tree.map(lambda leaf, row=row: leaf[row : row + 1], window)
         rows = jnp.array([row]) if window.rows is None else own.rows
-        found, cache = BASE.forward(params, tokens[row : row + 1], own.replace(rows=rows), cache)
+        found, cache = DEEP.forward(params, tokens[row : row + 1], own.replace(rows=rows), cache)
         hidden.insert(0, found)
     return jnp.concatenate(hidden), cache
 
@@ -277,7 +278,10 @@ BROKEN_MODELS = {
         "chunked_prefill",
         looking(lambda w: w.replace(positions=w.positions - w.start[:, None]), turns=True),
     ),
-    "reads chunks before it writes all": ("chunked_prefill", poisoned(forward=last_row_first)),
+    "reads chunks before it writes all": (
+        "chunked_prefill",
+        poisoned(params=DEEP.params, init_cache=DEEP.init_cache, forward=last_row_first),
+    ),
     "knows chains only": ("tree_paths", moved(lambda window: window.replace(paths=None))),
     "sees the drafts": ("same_program", looking(all_see_the_last)),
     "prefill gives another structure": (
