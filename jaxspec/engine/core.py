@@ -8,6 +8,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import time
 import weakref
 from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
@@ -25,6 +26,7 @@ from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
 from jaxspec.engine.shared_steps import SharedSteps
 from jaxspec.engine.watchdog import StepTimeoutError, Watchdog
 from jaxspec.errors import QueueFullError, RequestError
+from jaxspec.models.base import kernels_of
 from jaxspec.requests.completions import Completion, make_completion
 from jaxspec.runtime.compilation import Compiled, OnProgram
 from jaxspec.runtime.host_limits import free_memory
@@ -401,17 +403,21 @@ class EngineCore:
 
     def _chunk_budget(self) -> int:
         """Chunks that a step may prefill while rows are running: more of them, the more rows of the
-        batch are idle and wait for a prompt. A single prompt gets one chunk per step."""
+        batch are idle and wait for a prompt. A single prompt gets one chunk per step, or a whole
+        call where that takes no longer, because padding is computed too."""
         num_running, num_unread = collections.Counter(), collections.Counter()
         for row, ticket in self.queue.tickets_by_row.items():
             counts = num_unread if ticket.is_prefilling else num_running
             counts[self.executor.shard_of(row)] += 1
-        batch_size = self.executor.parts.shape.batch_size
+        parts = self.executor.parts
         num_idle = max(
-            min(num_unread[shard], batch_size - num_running[shard])
+            min(num_unread[shard], parts.shape.batch_size - num_running[shard])
             for shard in range(self.executor.num_shards)
         )
-        return 1 + CHUNKS_PER_IDLE_ROW * max(num_idle - 1, 0)
+        budget = 1 + CHUNKS_PER_IDLE_ROW * max(num_idle - 1, 0)
+        skips_padding = kernels_of(parts.target).skips_padding
+        unit = 1 if skips_padding else parts.shape.chunks_per_call
+        return math.ceil(budget / unit) * unit
 
     def _take_chunks(self) -> list[tuple[int, int]]:
         """The next chunk `(row, start)` of the oldest unfinished prompt of each shard; from now on

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import toy
 
 from jaxspec import Engine, NGram, SamplingParams, load_model
-from jaxspec.engine import core
+from jaxspec.engine import config, core
 
 NUM_REQUESTS, BATCH_SIZE, CHUNK = 24, 8, 16
 PROMPTS = toy.prompts([4 * CHUNK + 1] * NUM_REQUESTS)  # four chunks each
@@ -66,7 +67,19 @@ def test_the_check_above_sees_rows_that_starve(engine, monkeypatch):
     assert first_token > 150
 
 
-def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(engine, monkeypatch):
+@pytest.fixture
+def padded(monkeypatch):
+    """An engine whose calls of two chunks compute their padding, as on a GPU."""
+    monkeypatch.setattr(config, "chunks_per_call", lambda target: 2)
+    target = dataclasses.replace(toy.model(num_layers=1), kernels="xla")
+    return Engine(target, batch_size=BATCH_SIZE, max_length=128, prefill_chunk=CHUNK)
+
+
+@pytest.mark.parametrize(("name", "num_calls"), [("engine", 4), ("padded", 2)])
+def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(
+    request, name, num_calls, monkeypatch
+):
+    engine = request.getfixturevalue(name)
     calls, programs = [], engine.executor.programs
     for name in ("prefill", "run"):
         real = programs[name]
@@ -79,7 +92,7 @@ def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(en
     engine.submit(PROMPTS[1], PARAMS)
     for _ in range(4):
         next(stream)
-    assert calls == ["prefill", "run"] * 4
+    assert calls == ["prefill", "run"] * num_calls + ["run"] * (4 - num_calls)
     stream.close()
     while engine.has_unfinished:
         engine.step()
