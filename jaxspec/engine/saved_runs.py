@@ -87,7 +87,7 @@ class RunSaver:
             import_extra("pyarrow", "saved runs")
             tables["rounds"] = completions.rounds(**columns)
             if all(trace.tokens is not None for trace in traces):
-                tables["tokens"] = completions.tokens(**columns)
+                tables["tokens"] = completions.tokens(tokenizer=None, **columns)
         run = run_fields(engine, completions, **self._settings)
         with atomic_directory(
             expand_user(directory), overwrite=overwrite, may_replace=lambda old: kind_of(old) == RUN
