@@ -273,7 +273,7 @@ class Scripted(Coupled):
             shape = (-1,) + (1,) * (honest.ndim - 1)
             return jnp.where(is_scripted.reshape(shape), scripted, honest)
 
-        honest = super().verify(logits, draft, rows, prefix)
+        honest = super().verify(logits, draft, rows, prefix).replace(chosen=None)
         return jax.tree.map(choose, self.script(draft, rows), honest)
 
     def script(self, draft: Draft, rows: BatchView) -> Verdict:

@@ -87,7 +87,7 @@ class RunSaver:
             import_extra("pyarrow", "saved runs")
             tables["rounds"] = completions.rounds(**columns)
             if all(trace.tokens is not None for trace in traces):
-                tables["tokens"] = completions.tokens(**columns)
+                tables["tokens"] = completions.tokens(tokenizer=None, **columns)
         run = run_fields(engine, completions, **self._settings)
         with atomic_directory(
             expand_user(directory), overwrite=overwrite, may_replace=lambda old: kind_of(old) == RUN
@@ -119,7 +119,7 @@ def run_fields(engine: Any, completions: Sequence[Completion], **settings: Any) 
     config |= {"verifier": _described(engine.verifier), "scheduler": _described(engine.scheduler)}
     if engine.mesh is None:
         config["batch_size"] = engine.shape.batch_size
-    sampling = [dataclasses.asdict(one.sampling_params) for one in completions]
+    sampling = [_fields_of(one.sampling_params) for one in completions]
     seeds = [each.pop("seed") for each in sampling]
     described = engine.describe()
     parts = [(name, engine.executor.params[name]) for name in ("target", "drafter")]
@@ -143,6 +143,11 @@ def _weights(params: PyTree) -> dict[str, Any]:
     return {"digest": digest, "dtypes": sorted({str(leaf.dtype) for leaf in leaves})}
 
 
+def _fields_of(params: SamplingParams | None) -> dict[str, Any]:
+    assert params is not None, "every completion of an engine has them"
+    return dataclasses.asdict(params)
+
+
 def _described(rule: Any) -> dict[str, Any]:
     """The class and the fields of a verifier or a scheduler."""
     fields = dataclasses.fields(rule) if dataclasses.is_dataclass(rule) else ()
@@ -154,7 +159,7 @@ def _line(completion: Completion) -> dict[str, Any]:
     """A line of `completions.jsonl`."""
     return {
         **completion.to_json(),
-        "sampling_params": dataclasses.asdict(completion.sampling_params),
+        "sampling_params": _fields_of(completion.sampling_params),
         "origins": completion.origins,
         "pieces": list(completion.pieces),
     }
@@ -165,7 +170,9 @@ def _completion(line: dict[str, Any]) -> Completion:
     line = {
         name: tuple(value) if isinstance(value, list) else value for name, value in line.items()
     }
-    counts = {each.name: line["acceptance"][each.name] for each in dataclasses.fields(Acceptance)}
+    counts: dict[str, Any] = {
+        each.name: line["acceptance"][each.name] for each in dataclasses.fields(Acceptance)
+    }
     counts = {name: tuple(n) if isinstance(n, list) else n for name, n in counts.items()}
     line |= {
         "acceptance": Acceptance(**counts),

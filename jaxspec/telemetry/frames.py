@@ -60,7 +60,7 @@ def tokens_frame(
 
 
 def token_texts(
-    frame: Mapping[str, Any], texts_of: Callable[[Sequence[int]], Sequence[str]]
+    frame: Any, texts_of: Callable[[Sequence[int]], Sequence[str]]
 ) -> dict[str, np.ndarray]:
     """The columns `token` and `target`: the texts of `token_id` and `target_token_id`."""
     names = {"token": "token_id", "target": "target_token_id"}
