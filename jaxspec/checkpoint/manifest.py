@@ -396,7 +396,7 @@ def _size_of_file(path: Path) -> int:
 
 def typed(value: Any, wanted: Any, path: str) -> Any:
     """Converts a JSON value to the type of a field: dataclasses, tuples, dicts, unions and
-    literals.
+    literals. A field whose metadata says `is_newer` may be absent, as it is in older files.
 
     Raises:
       TypeError: it has the wrong type; the message names the field.
@@ -404,10 +404,12 @@ def typed(value: Any, wanted: Any, path: str) -> Any:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if isinstance(wanted, type) and dataclasses.is_dataclass(wanted) and isinstance(value, dict):
         hints = typing.get_type_hints(wanted)
-        if set(value) != set(hints):
-            different = ", ".join(sorted(set(value) ^ set(hints)))
-            raise TypeError(f"{path} has other fields than it should: {different:.80}")
-        return wanted(**{name: typed(value[name], hints[name], name) for name in hints})
+        fields = dataclasses.fields(wanted)
+        absent = {field.name for field in fields if field.metadata.get("is_newer")} - set(value)
+        if different := set(value) ^ (set(hints) - absent):
+            listed = ", ".join(sorted(different))
+            raise TypeError(f"{path} has other fields than it should: {listed:.80}")
+        return wanted(**{name: typed(value[name], hints[name], name) for name in value})
     if origin is tuple and isinstance(value, list):
         return tuple(typed(item, arguments[0], path) for item in value)
     if origin is dict and isinstance(value, dict):

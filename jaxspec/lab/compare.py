@@ -761,7 +761,7 @@ class _Run:
                 windows |= {} if wide is None else {label: wide[0]}
         if not getattr(self.target, "is_width_invariant", False) and len(windows) > 0:
             widest = max(windows.values())
-            for label in windows:
+            for label in (label for label, width in windows.items() if width < widest):
                 own = found[label]
                 own["verify_length"] = widest
                 if own.get("draft_length") is None:

@@ -155,7 +155,9 @@ class ModelConfig:
     has_sandwich_norms: bool = False
     is_tied: bool = False
     sliding_windows: tuple[int | None, ...] = ()
-    draft_vocabulary: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+    draft_vocabulary: tuple[int, ...] = dataclasses.field(
+        default=(), repr=False, metadata={"is_newer": True}
+    )
 
     def __post_init__(self):
         counts = ("vocab_size", "width", "feed_forward_width", "num_layers", "num_query_heads")
