@@ -296,12 +296,13 @@ def _name_in_hf(name: str) -> str:
 def _byte_level(tokens: list[str], types: list[int], merges: list[str], pre: str) -> Any:
     """The pipeline of a byte-level tokenizer."""
     vocabulary = {token: index for index, token in enumerate(tokens)}
-    pairs = [tuple(merge.split(" ")) for merge in merges]
+    pairs: Any = [tuple(merge.split(" ")) for merge in merges]
     model = models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WITH_BOS)
     pipeline: Any = tokenizers.Tokenizer(model)
-    steps = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=_SPLITS[pre] is None)]
-    if _SPLITS[pre] is not None:
-        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(_SPLITS[pre]), "isolated"))
+    split = _SPLITS[pre]
+    steps: list[Any] = [pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)]
+    if split is not None:
+        steps.insert(0, pre_tokenizers.Split(tokenizers.Regex(split), "isolated"))
     if pre == "smollm":
         steps.insert(0, pre_tokenizers.Digits(individual_digits=True))
     pipeline.pre_tokenizer = pre_tokenizers.Sequence(steps)
@@ -321,7 +322,8 @@ def _sentencepiece(
     """A `tokenizer.model` of BPE pieces."""
     from sentencepiece import sentencepiece_model_pb2
 
-    model: Any = sentencepiece_model_pb2.ModelProto()
+    protocol: Any = sentencepiece_model_pb2
+    model = protocol.ModelProto()
     for token, kind, score in zip(tokens, types, scores, strict=False):  # scores of padding too
         model.pieces.add(piece=token, type=kind, score=score)
     trainer = model.trainer_spec

@@ -168,13 +168,13 @@ class CompareCommand(JsonOption, PromptOptions):
         find_modules_here()
         given: list[tuple[str, Any]] = [(name, name) for name in self.drafter]
         for one in self.candidate:
-            label, _, settings = one.partition("={")
-            if not label or not settings:
+            label, _, rest = one.partition("={")
+            if not label or not rest:
                 raise SettingError(
                     f"--candidate {one} was given; write LABEL=JSON, as in "
                     """--candidate 'k=2={"drafter": "ngram", "draft_length": 2}'."""
                 )
-            given.append((label, json_object(f"--candidate {label}=", "{" + settings)))
+            given.append((label, json_object(f"--candidate {label}=", "{" + rest)))
         counts = collections.Counter(label for label, _ in given)
         for label, number in counts.items():
             if number > 1:

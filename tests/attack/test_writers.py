@@ -194,7 +194,9 @@ def attack_by_kills(place: Place, whole, num_kills: int) -> outcomes.Tally:
     return tally
 
 
-@pytest.mark.parametrize("name", ["generate", "convert", "train"])
+@pytest.mark.parametrize(
+    "name", ["generate", "convert", pytest.param("train", marks=pytest.mark.slow)]
+)
 def test_kills(name, inputs, tmp_path, whole, record_property):
     place = Place(name, inputs, tmp_path / "out")
     if name == "convert":  # the older conversion stays until the new one is complete

@@ -46,6 +46,7 @@ def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     assert page.read_text().startswith("<!doctype html>")
 
 
+@pytest.mark.slow
 def test_a_run_with_kv_in_int8_says_how_far_it_is_from_full_kv(cli, refused, models, prompts):
     kv = ("--kv-dtype", "int8", "--drafter-args", '{"kv_dtype": "int8"}')
     options = ("audit", *settings(models), "--prompts", prompts)

@@ -120,6 +120,7 @@ def test_decode_shows_each_promise_with_a_draft_length_that_chooses_itself(docum
         assert sum(run["rounds_by_draft_length"].values()) > 0
 
 
+@pytest.mark.slow
 def test_an_oracle_drafts_for_random_weights_at_the_cost_of_a_draft_model(monkeypatch, tmp_path):
     pytest.importorskip("torch")
     llama = {"family": "llama", "has_qk_norm": False}

@@ -432,7 +432,10 @@ def test_a_plan_for_another_device_says_so(recwarn):
     assert elsewhere.to_json()["platform"] == "gpu"
 
 
-@pytest.mark.parametrize(("dtype", "is_tied"), [("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(
+    ("dtype", "is_tied"),
+    [pytest.param("bfloat16", True, marks=pytest.mark.slow), ("float32", False)],
+)
 def test_a_plan_takes_what_its_engine_takes(dtype, is_tied):
     """To the byte, temporaries and packed weights too: one counter, with the kernels that run."""
     target = toy.model(num_layers=1, dtype=dtype, is_tied=is_tied, kernels=default_kernels())
@@ -602,7 +605,9 @@ def plan_with(drafter, **changes):
     return plan_memory(toy.model(num_layers=3), None, GIB, drafter=drafter, **options)
 
 
-@pytest.mark.parametrize("name", ['{"kind": "ngram", "branches": 2}', "clover2"])
+@pytest.mark.parametrize(
+    "name", ['{"kind": "ngram", "branches": 2}', pytest.param("clover2", marks=pytest.mark.slow)]
+)
 def test_drafters_without_a_draft_model_are_planned_as_they_are(name, monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     drafter, target = name, toy.model(num_layers=3)
