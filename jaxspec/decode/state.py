@@ -16,7 +16,7 @@ from flax import struct
 
 from jaxspec import sampling
 from jaxspec.cache import layouts
-from jaxspec.cache.pages import KVCache, put_table
+from jaxspec.cache.pages import KVCache, copy_row, put_table
 from jaxspec.errors import ModelError
 from jaxspec.telemetry.trace import TraceConfig, empty_trace
 from jaxspec.types import (
@@ -260,6 +260,37 @@ def has_rows(state: PyTree) -> PyTree:
         return isinstance(node, KVCache) or node.ndim > 0
 
     return jax.tree.map(of, state, is_leaf=lambda node: isinstance(node, KVCache | Shared))
+
+
+def take_over_row(
+    state: DecodeState,
+    row: jax.Array,
+    cache: PyTree,
+    drafter: PyTree,
+    *,
+    source: jax.Array,
+    length: jax.Array,
+) -> DecodeState:
+    """State with the KV and the drafter's state of another state's row in `row`. Drafter state that
+    all rows share stays as it is.
+
+    Args:
+      row: int32 scalar.
+      cache: that of the other state.
+      drafter: that of the other state.
+      source: int32 scalar, the row in the other state.
+      length: int32 scalar, slots of it that are copied.
+    """
+
+    def take(has_rows: bool, leaf, other):
+        if isinstance(leaf, KVCache):
+            return copy_row(leaf, row, other, source, length)
+        return leaf.at[row].set(other[source]) if has_rows else leaf
+
+    is_per_row = has_rows(state)
+    cache = jax.tree.map(take, is_per_row.cache, state.cache, cache)
+    drafter = jax.tree.map(take, is_per_row.drafter, state.drafter, drafter)
+    return state.replace(cache=cache, drafter=drafter)
 
 
 def form_of(tree: PyTree) -> tuple[PyTree, list[tuple]]:

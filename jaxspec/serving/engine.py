@@ -42,7 +42,6 @@ import numpy as np
 from flax import struct
 from jax.core import Tracer
 
-from jaxspec.cache.pages import KVCache, copy_row
 from jaxspec.decode.settings import (
     LONGER_DRAFTS,
     check_draft_length,
@@ -50,7 +49,7 @@ from jaxspec.decode.settings import (
     warn_of_long_rows,
     warn_of_unused,
 )
-from jaxspec.decode.state import Admission, form_of, has_rows, mark_prefilled
+from jaxspec.decode.state import Admission, form_of, mark_prefilled, take_over_row
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, ServingSettings, make_parts
@@ -363,20 +362,11 @@ class ServingEngine:
         cache: PyTree,
         drafter: PyTree,
     ) -> DecodeState:
-        """State with a prefilled request in `row`. Drafter state that all rows share stays that of
-        the batch."""
+        """State with a prefilled request in `row`."""
         state = self._batch.loop.admit(params, state, row, admission)
-        state = mark_prefilled(state, row, jnp.asarray(admission.length) - 1)
-        is_per_row = has_rows(state)
-
-        def take_over(has_rows: bool, leaf, alone):
-            if isinstance(leaf, KVCache):
-                return copy_row(leaf, row, alone, jnp.asarray(ALONE), jnp.asarray(admission.length))
-            return leaf.at[row].set(alone[ALONE]) if has_rows else leaf
-
-        cache = jax.tree.map(take_over, is_per_row.cache, state.cache, cache)
-        drafter = jax.tree.map(take_over, is_per_row.drafter, state.drafter, drafter)
-        return state.replace(cache=cache, drafter=drafter)
+        length = jnp.asarray(admission.length)
+        state = mark_prefilled(state, row, length - 1)
+        return take_over_row(state, row, cache, drafter, source=jnp.asarray(ALONE), length=length)
 
     def _step(
         self, params: PyTree, before: DecodeState, one: jax.Array

@@ -60,6 +60,7 @@ NOT_RUN = {
     "weights; tests/commands/test_train.py trains and names some",
     "jaxspec audit --target MODEL --outputs": "files that other engines wrote; "
     "tests/commands/test_audit.py makes and compares some",
+    "jaxspec chat --target FILE.gguf": "tests/conversion/test_gguf.py chats with a GGUF file",
     "jaxspec serve": "serves until a signal; tests/serving/http/test_serve_command.py runs it",
     "curl": "talks to that server; tests/serving/http does the same",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "

@@ -21,6 +21,7 @@ import jaxspec.serving.engine as module
 from jaxspec import DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
+from jaxspec.decode import state as decode_state
 from jaxspec.drafters.base import Drafter
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine
@@ -325,7 +326,7 @@ def test_a_block_left_behind_is_noticed(target, draft, requests, expected, monke
     def forgetful(cache, row, source, source_row, num_slots):
         return copy_row(cache, row, source, source_row, num_slots - BLOCK)
 
-    monkeypatch.setattr(module, "copy_row", forgetful)
+    monkeypatch.setattr(decode_state, "copy_row", forgetful)
     engine = ServingEngine(target, draft, **SHAPE)
     served = serve(engine, requests, seed=7, state=with_nan(engine.init_decode_state()))
     assert served[2].finish == Finish.NON_FINITE  # of the first block nothing came along
