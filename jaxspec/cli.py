@@ -46,11 +46,15 @@ COMMANDS = {
         "train a small model, a draft model, heads or FlexDraft",
     ),
     "cache": ("commands.cache:CacheCommand", "list, verify or remove converted and compiled files"),
-    "env": ("commands.environment:EnvCommand", "print versions and devices, for bug reports"),
+    "doctor": (
+        "commands.doctor:DoctorCommand",
+        "check this machine: versions, devices, kernels, costs",
+    ),
 }
 
 # Variables that decide which devices JAX finds.
 DEVICE_VARIABLES = ("JAX_PLATFORMS", "JAX_PLATFORM_NAME", "JAX_NUM_CPU_DEVICES", "XLA_FLAGS")
+MEMORY_FRACTION = "0.92"  # of a GPU's memory, which a command takes
 # With less, libraries fail at any place. Option: limit, its unit in bytes, least value.
 LEAST_LIMITS = {
     "ulimit -n (open files)": (resource.RLIMIT_NOFILE, 1, 32),
@@ -332,6 +336,7 @@ def run_command(args: Sequence[str]) -> int:
         print(f"error: jaxspec has no command {name!r}; {hint}", file=sys.stderr)
         return 2
 
+    choose_device_memory(name)
     check_environment()
     import tyro
 
@@ -368,6 +373,15 @@ def run_command(args: Sequence[str]) -> int:
     if document.get("holds") is False:
         return 3
     return 1 if document.get("failed") else 0
+
+
+def choose_device_memory(name: str) -> None:
+    """How much of a GPU's memory JAX takes when it starts, unless the user has said so: more than
+    its own default of 75 %, because a command has the GPU to itself; `doctor`, which starts other
+    processes, takes it as it needs it."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
+    if name == "doctor":
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def prepare_process() -> None:

@@ -193,6 +193,7 @@ TIERS = {
         "lab/test_cells.py",
         "lab/test_compare.py",
         "lab/test_gpu_grid.py",
+        "lab/test_doctor.py",
         "lab/test_hf.py",
         "lab/test_program.py",
         "lab/test_published.py",

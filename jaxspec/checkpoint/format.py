@@ -46,6 +46,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.runtime.compilation import check_not_forked
 from jaxspec.runtime.directories import atomic_directory, check_free_space
+from jaxspec.runtime.environment import lacks_bfloat16
 from jaxspec.runtime.extras import import_transformers
 from jaxspec.runtime.files import (
     absolute,
@@ -314,8 +315,9 @@ def load_converted(
 
 
 def default_dtype(stored: str, kernels: KernelsName, name: str) -> str:
-    """The dtype that a checkpoint is loaded in unless another is asked for: its own, or float32 on
-    a CPU whose kernels would not multiply it, which a warning in the log says once.
+    """The dtype that a checkpoint is loaded in unless another is asked for: its own; float32 on a
+    CPU whose kernels would not multiply it, which a warning in the log says once; and float16 for
+    bfloat16 on a GPU without it.
 
     Args:
       stored: dtype of the checkpoint.
@@ -324,7 +326,7 @@ def default_dtype(stored: str, kernels: KernelsName, name: str) -> str:
     """
     is_multiplied = stored == "float32" or (stored == "bfloat16" and kernels == "native")
     if is_multiplied or jax.default_backend() != "cpu":
-        return stored
+        return "float16" if stored == "bfloat16" and lacks_bfloat16() else stored
     _say_widened(name, stored, kernels)
     return "float32"
 

@@ -572,7 +572,8 @@ def _described(engine: Engine) -> dict[str, Any]:
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
         "kernels": kernels,
         "kernels_family": family_of(kernels),
-        "kernels_fallback": noted["kernels_fallback"] if kernels == noted["kernels"] else None,
+        "kernels_fallback": getattr(engine.target, "kernels_fallback", None)
+        or (noted["kernels_fallback"] if kernels == noted["kernels"] else None),
         "autotuned": autotuned(),
         **dataclasses.asdict(engine.shape),
         **dataclasses.asdict(engine.memory),

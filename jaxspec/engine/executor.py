@@ -42,20 +42,22 @@ from jaxspec.decode.settings import (
 )
 from jaxspec.decode.sharded import ShardedLoop, check_mesh
 from jaxspec.drafters.base import Drafter
+from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
 from jaxspec.engine.memory import Memory, fit_rows, measure_memory
-from jaxspec.errors import RequestError, SettingError
+from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.decoder import without_tied_head
+from jaxspec.models.kernel_probe import windows_of, with_working_kernels
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime import compilation
 from jaxspec.runtime.compilation import Compiled, OnProgram, Program
-from jaxspec.runtime.environment import devices, devices_sentence
+from jaxspec.runtime.environment import devices, devices_sentence, unused_accelerator
 from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
@@ -539,6 +541,9 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
     if isinstance(draft_length, int) and drafter is not None and config.verify_length is None:
         check_num_nodes(drafter, draft_length)
     parts = make_parts(target, drafter, config)
+    if getattr(target, "platform", "cpu") != "cpu":
+        target, drafter = _with_working_kernels(target, drafter, parts.shape)
+        parts = make_parts(target, drafter, config)
     warn_of_long_rows(target, drafter, config.max_length)
     if config.budget_bytes is not None:
         parts = fit_rows(parts, config.budget_bytes, mesh=config.mesh)
@@ -551,9 +556,25 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
     )
     _log.info(executor.memory.sentence)
     num_used = 1 if config.mesh is None else config.mesh.devices.size
+    if (unused := unused_accelerator()) is not None:
+        warn_once(unused)
     if jax.local_device_count() > num_used:
         _log.warning("this engine is %s", devices_sentence(devices(num_used)))
     return executor
+
+
+def _with_working_kernels(
+    target: Model, drafter: Drafter | None, shape: EngineShape
+) -> tuple[Model, Drafter | None]:
+    """The models with kernels that were tried on this device; see `models.kernel_probe`."""
+    if isinstance(target, LanguageModel):
+        target = with_working_kernels(target, windows_of(shape))
+    if isinstance(drafter, DraftModel) and isinstance(drafter.model, LanguageModel):
+        # A chain's draft steps read one token, the first of a round two.
+        length = 2 if shape.tree_depth == 0 else None
+        model = with_working_kernels(drafter.model, windows_of(shape, verify_length=length))
+        drafter = drafter.with_fields(model=model)
+    return target, drafter
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:

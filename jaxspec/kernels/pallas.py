@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import chex
@@ -38,6 +39,7 @@ from jaxspec.types import Window
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
 MAX_QUERIES = 128  # query rows of a program, padded, that fit into its registers
+PART_QUERIES = 64  # query rows of a program that attends to a part of a longer chain
 _MIN_SIZE = 16  # the smallest side of a product on tensor cores
 _TILE_BYTES = 16384  # of K, and likewise of V, that a program reads at a time
 _LOWEST = -1e30  # finite, for the reason given in `jaxspec.kernels.xla`
@@ -259,6 +261,29 @@ def is_supported(window: Window, *, group: int, head_size: int) -> bool:
     is_tileable = head_size >= _MIN_SIZE and head_size == pl.next_power_of_2(head_size)
     num_queries = _padded(window.positions.shape[1] * group)
     return is_tileable and num_queries <= MAX_QUERIES
+
+
+def in_parts(
+    queries: jax.Array, table: kv.Table, window: Window
+) -> tuple[jax.Array, kv.Table, Window]:
+    """A long chain as several rows of short ones, which share the row's pages: its queries
+    `[B * n, K, T / n, G, H]`, table and window. Its KV must be written already.
+
+    A part has the most tokens that divide T and have at most `PART_QUERIES` queries per KV head.
+    """
+    num_rows, num_heads, window_length, group, head_size = queries.shape
+    length = math.gcd(window_length, 1 << (max(PART_QUERIES // group, 1).bit_length() - 1))
+    num_parts = window_length // length
+    queries = queries.reshape(num_rows, num_heads, num_parts, length, group, head_size)
+    queries = jnp.swapaxes(queries, 1, 2).reshape(-1, num_heads, length, group, head_size)
+    positions = window.positions.reshape(-1, length)
+    parts = Window(
+        start=positions[:, 0],
+        positions=positions,
+        slots=window.slots.reshape(-1, length),
+        ends=None if window.ends is None else window.ends.reshape(-1, length),
+    )
+    return queries, jax.tree.map(lambda x: jnp.repeat(x, num_parts, axis=0), table), parts
 
 
 def _padded(num_queries: int) -> int:
@@ -584,7 +609,10 @@ class PallasKernels(Kernels):
         span: dict[str, Any] = {"sliding_window": sliding_window}
         if num_sinks is not None:
             span["num_sinks"] = num_sinks
-        if qkv.dtype != dtype or not is_supported(window, group=group, head_size=head_size):
+        fits = is_supported(window, group=group, head_size=head_size)
+        one = Window(start=window.start, positions=window.positions[:, :1], slots=window.slots)
+        is_long_chain = window.paths is None and is_supported(one, group=group, head_size=head_size)
+        if qkv.dtype != dtype or not (fits or is_long_chain):
             return super().attend(
                 qkv,
                 layer,
@@ -598,8 +626,10 @@ class PallasKernels(Kernels):
         queries, layer = write_window(
             qkv, layer, table, window, angles, interpret=self.platform != "gpu", **settings
         )
+        if not fits:
+            queries, table, window = in_parts(queries, table, window)
         heads = self.grouped_attention(queries, layer, table, window, dtype=dtype, **span)
-        return heads, layer
+        return heads.reshape(*qkv.shape[:2], -1, head_size), layer
 
 
 PALLAS = PallasKernels(attention=pallas_attention)

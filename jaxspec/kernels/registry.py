@@ -17,10 +17,13 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.base import Kernels
 from jaxspec.runtime import environment
 from jaxspec.runtime.values import text
+from jaxspec.runtime.verdicts import kept_problem
 
 _log = logging.getLogger(__name__)
 
 KernelsName: TypeAlias = Literal["xla", "mosaic", "pallas", "native"]
+
+LEAST_CAPABILITY = 8.0  # of GPUs that Triton compiles for, from Ampere on
 
 # Module and attribute of each.
 KERNELS: Mapping[str, tuple[str, str]] = {
@@ -110,15 +113,22 @@ def default_kernels() -> KernelsName:
 def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
     """The kernels intended for a platform, and the reason why they cannot be used here, or None."""
     if platform == "cpu":
-        return "native", native_problem()
+        return "native", native_problem() or kept_problem("native")
     if platform != "gpu":
         return "xla", None
     name: KernelsName = "mosaic" if environment.is_hopper() else "pallas"
+    if name == "mosaic" and kept_problem(name) is not None:
+        name = "pallas"
+    capability = environment.compute_capability()
+    if capability is not None and capability < LEAST_CAPABILITY:
+        return name, (
+            f"this GPU has compute capability {capability:.1f}, and Triton needs {LEAST_CAPABILITY}"
+        )
     try:
         get_kernels(name)
     except SettingError as error:
         return name, str(error.__cause__)
-    return name, None
+    return name, kept_problem(name)
 
 
 @functools.cache

@@ -48,6 +48,7 @@ from jaxspec.runtime.directories import (
     remove_directory,
     size_of_directory,
 )
+from jaxspec.runtime.environment import lacks_bfloat16
 from jaxspec.runtime.files import expand_user, is_file, is_there, reading
 from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.values import check_kind, flag, text
@@ -78,7 +79,8 @@ def load_model(
       dtype: that of parameters, compute and cache; None is the checkpoint's own, and bfloat16 for a
         GGUF file that is not in float32. On a CPU float16 is then loaded as float32, as is bfloat16
         without the `native` kernels, and a warning in the log says so once. The embedded pair and
-        random presets have float32 on a CPU and bfloat16 on an accelerator.
+        random presets have float32 on a CPU and bfloat16 on an accelerator. On GPUs that have no
+        bfloat16 (T4, V100) float16 takes its place.
       revision: branch, tag or commit of a hub id.
       sharding: a `jax.sharding.Sharding` for every parameter, or a pytree of them like the
         parameters; None is the first device of this process.
@@ -109,7 +111,8 @@ def load_model(
         check_kernels(kernels)
     check_kv_dtype(kv_dtype)
     if dtype is None and (name in DEMO_MODELS or name.startswith("random:")):
-        dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
+        narrow = jnp.float16 if lacks_bfloat16() else jnp.bfloat16
+        dtype = jnp.float32 if jax.default_backend() == "cpu" else narrow
     dtype = None if dtype is None else parse_dtype(dtype)
     load = functools.partial(
         load_converted,

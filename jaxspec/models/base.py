@@ -231,6 +231,7 @@ class LanguageModel:
       kv_dtype: the dtype in which KV is stored: None is that of the parameters; `int8` takes half
         the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
       platform: JAX's name of the kind of device that its programs are made for.
+      kernels_fallback: the reason why these are not the kernels that were asked for, or None.
 
     Raises:
       SettingError: unknown kernels, kernels that cannot be used here, an unknown KV dtype, or a
@@ -246,6 +247,7 @@ class LanguageModel:
     kernels: KernelsName = "xla"
     kv_dtype: kv.KvDtype | None = None
     platform: str = dataclasses.field(default_factory=lambda: jax.default_backend())
+    kernels_fallback: str | None = None
 
     def __post_init__(self):
         check_kernels(self.kernels)

@@ -132,7 +132,7 @@ def _try_widths(
         if tree_depth > 0:
             window = window.replace(
                 positions=start[:, None] + depth[None],
-                paths=_branches(num_rows, depth, tree_depth),
+                paths=branches(num_rows, depth, tree_depth),
             )
         at_once = score(params, tokens[:, depth], window, cache)
 
@@ -214,7 +214,7 @@ def _draw_widths(logits: jax.Array, runs_on_host: bool) -> PyTree:
     )
 
 
-def _branches(num_rows: int, depth: np.ndarray, tree_depth: int) -> jax.Array:
+def branches(num_rows: int, depth: np.ndarray, tree_depth: int) -> jax.Array:
     """`Window.paths` of a tree whose branches all start at its root and have the greatest depth,
     with entries in the order of their branches; `depth` is `[T]`."""
     entry, place = np.arange(len(depth))[:, None], np.arange(tree_depth + 1)

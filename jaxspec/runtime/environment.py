@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import glob
 import hashlib
 import importlib.metadata
 import os
@@ -105,13 +106,48 @@ def loops_run_on_host() -> bool:
     return jax.default_backend() == "gpu"
 
 
+def compute_capability() -> float | None:
+    """That of the GPUs that JAX runs on, such as 9.0; None if it runs on none, or it is not
+    known."""
+    if jax.default_backend() != "gpu":
+        return None
+    with contextlib.suppress(ValueError):
+        return float(getattr(jax.local_devices()[0], "compute_capability", ""))
+    return None
+
+
 def is_hopper() -> bool:
     """Whether JAX runs on GPUs of compute capability 9, for which `jaxspec.kernels.mosaic` is
     made."""
-    if jax.default_backend() != "gpu":
-        return False
-    capability = getattr(jax.local_devices()[0], "compute_capability", "")
-    return str(capability).split(".")[0] == "9"
+    return compute_capability() == 9.0
+
+
+def lacks_bfloat16() -> bool:
+    """Whether JAX runs on GPUs that only emulate bfloat16, those before Ampere."""
+    capability = compute_capability()
+    return capability is not None and capability < 8.0
+
+
+# Files that a driver makes for its devices, and the extra with which JAX uses them.
+ACCELERATOR_FILES = {
+    "an NVIDIA GPU": (("/dev/nvidia[0-9]*", "/dev/dxg"), "cuda13` (or `cuda12` for older drivers)"),
+    "a TPU": (("/dev/accel[0-9]*",), "tpu`"),
+}
+
+
+def unused_accelerator() -> str | None:
+    """A sentence about a device of this machine that JAX does not use, or None. JAX says nothing
+    where its plugin is missing or the driver is too old for it, and runs on the CPU."""
+    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
+        return None
+    for name, (patterns, extra) in ACCELERATOR_FILES.items():
+        if any(glob.glob(pattern) for pattern in patterns):
+            return (
+                f"This machine has {name}, but JAX runs on the CPU: its plugin is missing, or does "
+                f"not work with the driver. Install the extra `{extra}, or set JAX_PLATFORMS=cpu "
+                "if this is meant."
+            )
+    return None
 
 
 def devices(num_used: int = 1) -> dict[str, Any]:

@@ -68,7 +68,7 @@ FILES: dict[str, bytes] = {
 HUGE = "9" * 5000
 GENERATE = ("generate", "--target", "demo-target")
 PROMPT = (*GENERATE, "--prompt", "hello")
-COMMANDS = ("demo", "generate", "audit", "compare", "bench", "convert", "train", "cache", "env")
+COMMANDS = ("demo", "generate", "audit", "compare", "bench", "convert", "train", "cache", "doctor")
 
 
 def command_lines() -> list[tuple[str, ...]]:

@@ -88,7 +88,7 @@ def test_all_command_lines(places, monkeypatch, tmp_path, record_property):
 
 PROCESSES = (
     (["generate", "--target", b"caf\xe9", "--prompt", "x"], {}),
-    (["env"], {"JAX_PLATFORMS": "nothing"}),
+    (["doctor", "--versions"], {"JAX_PLATFORMS": "nothing"}),
     (["cache", "list"], {"JAXSPEC_CACHE": "~nouser/x"}),
 )
 

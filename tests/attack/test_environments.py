@@ -30,10 +30,10 @@ GENERATE = "generate --target demo-draft --drafter ngram --prompt hello --max-to
 
 @pytest.fixture
 def refusal(capsys):
-    """The sentence with which `jaxspec env` ends in this process."""
+    """The sentence with which `jaxspec doctor` ends in this process."""
 
     def run() -> str:
-        assert cli.main(["env"]) == 1
+        assert cli.main(["doctor", "--versions"]) == 1
         out, err = capsys.readouterr()
         assert not out
         assert err.startswith("error: ")
@@ -132,7 +132,7 @@ threading.Thread.start = start
 cli.program()
 """
     done = subprocess.run(
-        [sys.executable, "-c", code, "env"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", code, "doctor"], capture_output=True, text=True, timeout=60
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: No thread")
@@ -358,7 +358,7 @@ IN_LOCALES = (
     "plan --target demo-target --budget 80MiB --draft-lengths 0",
     "chat --target demo-target --max-tokens 4",
     "cache list",
-    "env",
+    "doctor --versions",
     "bench --help",
 )
 

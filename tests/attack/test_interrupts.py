@@ -302,7 +302,7 @@ IN_GATE = [(True, "cache list"), (False, "--help")]
 CLOSED = [
     pytest.param(is_both, args, marks=() if (is_both, args) in IN_GATE else pytest.mark.slow)
     for is_both in (False, True)
-    for args in ("env", "env --json", "cache list", "--help")
+    for args in ("doctor --versions", "doctor --versions --json", "cache list", "--help")
 ]
 
 

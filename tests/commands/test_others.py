@@ -1,4 +1,4 @@
-"""`jaxspec env`, `cache`, `convert` and `train`, and what all commands have in common."""
+"""`jaxspec doctor`, `cache`, `convert` and `train`, and what all commands have in common."""
 
 from __future__ import annotations
 
@@ -53,15 +53,19 @@ def test_json_to_a_file(cli, refused, tmp_path, monkeypatch):
     """The same document as on standard output, of commands of every kind; a file that another
     option names, or that cannot be written, is refused before anything is done."""
     monkeypatch.chdir(tmp_path)
-    result = cli("env", "--json", "--json-file", "env.json")
-    assert json.loads((tmp_path / "env.json").read_text()) == result.document
-    assert cli("env", "--json-file", "env.json").out.count("{") == 0
+    result = cli("doctor", "--versions", "--json", "--json-file", "it.json")
+    assert json.loads((tmp_path / "it.json").read_text()) == result.document
+    assert cli("doctor", "--versions", "--json-file", "it.json").out.count("{") == 0
     decoding = ("generate", "--target", "absent", "--prompt", "x")
     same = refused(*decoding, "--output", "x", "--json-file", "x")
     assert "another option names that file too; give each" in same
-    for words in (("env",), decoding, ("train", "lm", "--corpora", "absent", "--out", "x")):
+    for words in (
+        ("doctor", "--versions"),
+        decoding,
+        ("train", "lm", "--corpora", "absent", "--out", "x"),
+    ):
         assert "cannot be written (Is a directory)" in refused(*words, "--json-file", ".")
-    assert [file.name for file in tmp_path.iterdir()] == ["env.json"]
+    assert [file.name for file in tmp_path.iterdir()] == ["it.json"]
 
 
 def test_help_and_version_load_neither_jax_nor_a_command():
@@ -93,13 +97,13 @@ def test_a_command_that_does_not_exist(cli):
     assert "choose one of demo, generate" in cli("xyz").err
 
 
-def test_env(cli):
-    result = cli("env", "--json")
+def test_versions_and_devices(cli):
+    result = cli("doctor", "--versions", "--json")
     assert result.status == 0
     assert result.document["versions"]["jax"] in result.out
     assert result.document["devices"]["num_devices"] >= 1
     assert "jaxspec is using" in result.out
-    assert cli("env").out.rstrip().endswith(".")  # no JSON unless asked for
+    assert cli("doctor", "--versions").out.rstrip().endswith(".")  # no JSON unless asked for
 
 
 @pytest.fixture
@@ -196,7 +200,7 @@ def test_how_an_error_is_told(cli, monkeypatch):
 
     def status_of(error) -> tuple[int, str]:
         monkeypatch.setattr("jaxspec.cli.run_command", mock.Mock(side_effect=error))
-        result = cli("env")
+        result = cli("doctor", "--versions")
         return result.status, result.err
 
     assert status_of(SettingError("one\n  two\nthree.")) == (1, "error: one two three.\n")

@@ -100,7 +100,7 @@ IN_THE_GATE = (
     "jaxspec bench predict",
     "jaxspec convert",
     "jaxspec cache",
-    "jaxspec env",
+    "jaxspec doctor --versions",
     "jaxspec study scaling --rows",
 )
 

@@ -26,6 +26,7 @@ from jaxspec.kernels.registry import get_kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers import rotary_angles
+from jaxspec.models.prefill import chain_window
 
 pallas_attention = get_kernels("pallas").attention  # interpreted where there is no GPU
 
@@ -274,6 +275,68 @@ def test_a_window_is_written_as_xla_writes_it(
     np.testing.assert_array_equal(mine[1], reference[1])
     assert np.isnan(mine[0][1, 252, 1]).any(), "a key whose value is not finite"
     assert np.isfinite(mine[1]).all()
+
+
+# A prefill chunk: rows of 64 queries per KV head.
+
+
+def chunks(*, dtype, kernels, sliding_window=None):
+    """Heads of two consecutive chunks of row 1 and one of row 0 in one call, and the KV after it;
+    NaN beyond them."""
+    starts, rows, length, group = (128, 192, 37), jnp.asarray([1, 1, 0]), 64, 4
+    _, layer, pages, _ = setup([37, 128], 64, dtype=dtype, heads=2, group=group, fill=np.nan)
+    window = chain_window(
+        jnp.asarray(starts, jnp.int32), length, stop=jnp.asarray([192, 250, 101]), rows=rows
+    )
+    rope = RopeConfig(theta=1e4, rotary_size=SIZE)
+    qkv = np.random.default_rng(0).standard_normal((3, length, 2, group + 2, SIZE))
+    settings = {
+        "dtype": dtype,
+        "sliding_window": sliding_window,
+        "is_interleaved": False,
+        "bias": None,
+        "query_norm": None,
+        "key_norm": None,
+        "epsilon": 1e-6,
+    }
+
+    @jax.jit
+    def attend(qkv, layer, table, window):
+        angles = rotary_angles(rope, window.positions)
+        return kernels.attend(qkv, layer, table, window, angles, **settings)
+
+    heads, after = attend(jnp.asarray(qkv, dtype), layer, pages[rows], window)
+    k, v = kv.read_slots(after, pages, jnp.broadcast_to(jnp.arange(250), (2, 250)), dtype)
+    return [np.asarray(x, np.float32) for x in (heads, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sliding_window"), [(jnp.float32, None), (jnp.float32, 70), (jnp.bfloat16, None)]
+)
+def test_long_chains_are_attended_to_in_parts(monkeypatch, dtype, sliding_window):
+    def refuse(*_, **__):
+        raise AssertionError("XLA's attention")
+
+    settings = {"dtype": dtype, "sliding_window": sliding_window}
+    theirs = chunks(kernels=XLA, **settings)
+    monkeypatch.setattr(attention_pallas, "block_attention", refuse)
+    monkeypatch.setattr(attention_pallas.Kernels, "attend", refuse)
+    ours = chunks(kernels=get_kernels("pallas"), **settings)
+    for mine, reference in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(mine, reference, rtol=0, atol=ROUNDING[dtype])
+
+
+def test_the_check_above_catches_parts_of_another_row(monkeypatch):
+    theirs = chunks(kernels=XLA, dtype=jnp.float32)
+    parts = attention_pallas.in_parts
+
+    def rolled(*inputs):
+        queries, table, window = parts(*inputs)
+        return queries, jnp.roll(table, 1, axis=0), window
+
+    monkeypatch.setattr(attention_pallas, "in_parts", rolled)
+    ours = chunks(kernels=get_kernels("pallas"), dtype=jnp.float32)
+    assert not np.allclose(ours[0], theirs[0], rtol=0, atol=ROUNDING[jnp.float32])
 
 
 @pytest.mark.skipif(

@@ -314,7 +314,7 @@ def test_a_signal_ends_a_command_that_still_imports(tmp_path):
 from jaxspec import cli
 
 signals.handle_signals()
-signals.exit_with(lambda: cli.main(["env"]))
+signals.exit_with(lambda: cli.main(["doctor", "--versions"]))
 """
     assert run(code, tmp_path) == INTERRUPTED
 

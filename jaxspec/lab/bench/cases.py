@@ -80,7 +80,8 @@ def predict(
         parameter and per number in the KV cache.
       draft: Its draft model, named in the same way.
       device: `a100`, `h100`, `h200`, `l40s`, `l4` or `titan-rtx` (datasheet values: inferred, not
-        measured), or a JSON document of `jaxspec bench decode --json`, which has fitted constants.
+        measured), or a JSON document of `jaxspec doctor --json` or `jaxspec bench decode --json`,
+        which have measured and fitted constants.
       batch_sizes: Rows decoded together.
       context: Tokens in the cache per row.
       acceptance: Probabilities that a drafted token is accepted; each applies to all positions.

@@ -145,7 +145,8 @@ def read_device(name: str) -> FindDevices:
     another pair, those that were fitted to both. The document is read now, once.
 
     Args:
-      name: a key of `DEVICES`, or the file of a document of `jaxspec bench decode`.
+      name: a key of `DEVICES`, or the file of a document of `jaxspec doctor` or `jaxspec bench
+        decode`.
 
     Raises:
       SettingError: there is no such device or document.
@@ -153,7 +154,11 @@ def read_device(name: str) -> FindDevices:
     if name in DEVICES:
         return lambda target, draft: (DEVICES[name], DEVICES[name], None)
     try:
-        model = read_document(decode_text(read_input(pathlib.Path(name))))["cost_model"]
+        document = read_document(decode_text(read_input(pathlib.Path(name))))
+        if "measured_device" in document:
+            measured = Device.from_json(document["measured_device"])
+            return lambda target, draft: (measured, measured, None)
+        model = document["cost_model"]
         fitted_pair, block = [model["target"], model["draft"]], model["block"]
         if block is not None:
             check_between("block", block, 1, LARGEST_COUNT)
@@ -164,7 +169,7 @@ def read_device(name: str) -> FindDevices:
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise SettingError(
             f"--device {name} is neither one of {', '.join(DEVICES)} nor a document that "
-            "`jaxspec bench decode --json` printed; name one of these."
+            "`jaxspec doctor --json` or `jaxspec bench decode --json` printed; name one of these."
         ) from error
 
     def find(target: ModelConfig, draft: ModelConfig | None) -> tuple[Device, Device, int | None]:
