@@ -33,6 +33,7 @@ CELLS: Columns = {
     "predicted": "{predicted_ms:.3g}",
     "ratio": "{measured_over_predicted:.2f}",
 }
+FINE = ("works", "not for this device")
 LARGEST_TIMEOUT_S = 3600
 
 
@@ -53,94 +54,81 @@ class DoctorCommand(JsonOption):
     """Seconds for the kernels of one name; longer counts as hanging."""
 
     def run(self, console: Console) -> dict[str, Any]:
-        """Prints and returns the JSON document."""
+        """Prints each part as it is found; returns the JSON document."""
         check_between("--timeout-s", self.timeout_s, 1, LARGEST_TIMEOUT_S)
-        tried = [] if self.versions else self._try_kernels()
-        if tried:
-            keep_verdicts(
-                {
-                    found["kernels"]: None if found["outcome"] == "works" else found["why"]
-                    for found in tried
-                    if found["outcome"] != "not for this device"
-                }
-            )
+        found: dict[str, Any] = {}
+        # First, because JAX does not run in this process yet.
+        if not self.versions:
+            found["tried_kernels"] = self._try_kernels(console)
         default_kernels()  # compiles them if that has not been done
-        found = {} if self.versions else self._examine(tried)
-        document = make_document("doctor", self, unused=environment.unused_accelerator(), **found)
-        for each in _shown(document):
-            console.print(each)
-        return document
+        document = make_document("doctor", self, unused=environment.unused_accelerator())
+        _show_versions(document, console)
+        if not self.versions:
+            found |= self._examine(console, document["devices"]["platform"])
+            works = [each["outcome"] in FINE for each in found["tried_kernels"]]
+            outputs = found["outputs"]
+            is_equal = outputs["num_equal"] == outputs["num_equal_alone"] == outputs["num_prompts"]
+            found["holds"] = is_equal and all(works)
+        if document["unused"] is not None:
+            console.print(document["unused"])
+        console.print(f"jaxspec is {environment.devices_sentence(document['devices'])}.")
+        if found.get("holds") is False:
+            console.print("Something is wrong: kernels that do not work, or outputs that differ.")
+        return document | found
 
-    def _try_kernels(self) -> list[dict[str, Any]]:
+    def _try_kernels(self, console: Console) -> list[dict[str, Any]]:
+        """Tries each name's kernels, and keeps what was found."""
         tried = []
         for name in self.kernels:
             with working(f"trying the kernels {name}"):
                 tried.append(doctor.try_kernels(name, timeout_s=self.timeout_s))
+        console.print(TextTable.of_columns("Kernels, against XLA's", KERNELS, tried))
+        keep_verdicts(
+            {
+                each["kernels"]: None if each["outcome"] == "works" else each["why"]
+                for each in tried
+                if each["outcome"] != "not for this device"
+            }
+        )
         return tried
 
-    def _examine(self, tried: list[dict[str, Any]]) -> dict[str, Any]:
-        dtype = "float32" if environment.devices()["platform"] == "cpu" else "bfloat16"
+    def _examine(self, console: Console, platform: str) -> dict[str, Any]:
+        """Compares outputs, and measures the device and the engine."""
+        dtype = "float32" if platform == "cpu" else "bfloat16"
         with working("comparing with plain decoding"):
             outputs = doctor.compare_with_plain(dtype)
+        console.print(
+            f"Outputs of the embedded pair that equal plain decoding's: {outputs['num_equal']} of "
+            f"{outputs['num_prompts']} in a batch, {outputs['num_equal_alone']} alone "
+            f"({outputs['num_accepted_tokens']} accepted tokens, {outputs['exactness']})."
+        )
         with working("measuring what this device costs"):
             costs = doctor.measure_costs(dtype)
             device = doctor.device_of(costs)
+        shown = {
+            "a call": f"{1e6 * costs['call_s']:.3g} us",
+            "a kernel in a program": f"{1e6 * costs['kernel_s']:.3g} us",
+            "a trip of a loop": f"{1e6 * costs['trip_s']:.3g} us",
+            "reading a result": f"{1e6 * costs['read_result_s']:.3g} us",
+            "reading memory": f"{costs['bytes_per_s'] / 1e9:.4g} GB/s",
+            "products": f"{costs['flops_per_s'] / 1e12:.3g} TFLOP/s",
+        }
+        console.print(TextTable.of_values("Costs", shown))
         with working("measuring the engine"):
             cells = doctor.measure_cells(device)
-        num_prompts = outputs["num_prompts"]
-        is_equal = outputs["num_equal"] == outputs["num_equal_alone"] == num_prompts
-        works = all(found["outcome"] in ("works", "not for this device") for found in tried)
-        return {
-            "tried_kernels": tried,
-            "outputs": outputs,
-            "costs": costs,
-            "measured_device": dataclasses.asdict(device),
-            "cells": cells,
-            "holds": is_equal and works,
-        }
+        console.print(TextTable.of_columns("Engine, ms", CELLS, cells))
+        measured = dataclasses.asdict(device)
+        return {"outputs": outputs, "costs": costs, "measured_device": measured, "cells": cells}
 
 
-def _shown(document: Mapping[str, Any]) -> list[TextTable | str]:
-    """The screen of a document."""
+def _show_versions(document: Mapping[str, Any], console: Console) -> None:
     devices = document["devices"]
     why = devices["kernels_fallback"] or devices["kernels_family"]
-    directory = environment.autotune_directory()
-    shown: list[TextTable | str] = [
-        TextTable.of_values(
-            "Versions and devices",
-            document["versions"]
-            | {
-                "commit": document["commit"] or "not a checkout",
-                "host": devices["host"],
-                "devices": f"{devices['num_devices']} x {', '.join(devices['kinds'])}",
-                "kernels": devices["kernels"] + (f" ({why})" if why else ""),
-                "autotuned kernels": str(directory or "none are kept"),
-            },
-        )
-    ]
-    if "cells" in document:
-        costs, outputs = document["costs"], document["outputs"]
-        shown += [
-            TextTable.of_columns("Kernels, against XLA's", KERNELS, document["tried_kernels"]),
-            TextTable.of_values(
-                "Costs",
-                {
-                    "a call": f"{1e6 * costs['call_s']:.3g} us",
-                    "a kernel in a program": f"{1e6 * costs['kernel_s']:.3g} us",
-                    "a trip of a loop": f"{1e6 * costs['trip_s']:.3g} us",
-                    "reading a result": f"{1e6 * costs['read_result_s']:.3g} us",
-                    "reading memory": f"{costs['bytes_per_s'] / 1e9:.4g} GB/s",
-                    "products": f"{costs['flops_per_s'] / 1e12:.3g} TFLOP/s",
-                },
-            ),
-            TextTable.of_columns("Engine, ms", CELLS, document["cells"]),
-            f"Outputs of the embedded pair that equal plain decoding's: {outputs['num_equal']} of "
-            f"{outputs['num_prompts']} in a batch, {outputs['num_equal_alone']} alone "
-            f"({outputs['num_accepted_tokens']} accepted tokens, {outputs['exactness']}).",
-        ]
-    if document["unused"] is not None:
-        shown.append(document["unused"])
-    shown.append(f"jaxspec is {environment.devices_sentence(devices)}.")
-    if document.get("holds") is False:
-        shown.append("Something is wrong: see the kernels that do not work, and unequal outputs.")
-    return shown
+    shown = document["versions"] | {
+        "commit": document["commit"] or "not a checkout",
+        "host": devices["host"],
+        "devices": f"{devices['num_devices']} x {', '.join(devices['kinds'])}",
+        "kernels": devices["kernels"] + (f" ({why})" if why else ""),
+        "autotuned kernels": str(environment.autotune_directory() or "none are kept"),
+    }
+    console.print(TextTable.of_values("Versions and devices", shown))

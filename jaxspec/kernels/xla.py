@@ -47,6 +47,7 @@ def block_attention(
     dtype: jnp.dtype,
     sliding_window: int | None = None,
     num_sinks: int | None = None,
+    is_reference: bool = False,
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]` of a window that is already written to the cache.
 
@@ -68,11 +69,12 @@ def block_attention(
       sliding_window: a query at position i sees positions above `i - sliding_window` only,
       num_sinks: and those below `num_sinks`, at most a block. Set, together with a sliding window,
         for a cache that keeps only these positions (`pages.Ring`); otherwise None.
+      is_reference: whether others are only compared with it, so that its loop is not announced.
     """
     num_rows, window_length, num_query_heads, head_size = queries.shape
     block, num_kv_heads = layer.block, layer.num_heads
     chex.assert_shape(window.positions, (num_rows, window_length))
-    if loops_run_on_host():
+    if loops_run_on_host() and not is_reference:
         kind = "windows" if window.paths is None else "trees"
         _announce_host_loop(f"{kind} of {window_length} tokens, heads of {head_size}")
     group = num_query_heads // num_kv_heads
@@ -248,7 +250,7 @@ def _announce_host_loop(what: str) -> None:
     note_fallback(problem)
     _log.warning(
         "On this GPU %s, before every block of every layer. The kernels 'mosaic' and 'pallas' "
-        "have none, for short windows, of chains and trees, and heads of a power of two.",
+        "have none, for chains and short trees, and heads of a power of two.",
         problem,
     )
 

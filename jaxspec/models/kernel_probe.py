@@ -22,6 +22,7 @@ import numpy as np
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import XLA, Kernels
 from jaxspec.kernels.registry import KernelsName, get_kernels
+from jaxspec.kernels.xla import block_attention
 from jaxspec.models import layers
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import chain_window
@@ -125,7 +126,9 @@ def disagreement(model: LanguageModel, size: WindowSize) -> float:
     the largest value; infinite if a value is not finite. Compared are the heads of a window, the KV
     that is written, and products where the kernels have their own."""
     kernels = get_kernels(model.kernels, model.platform)
-    reference = XLA.on(model.platform)
+    reference = dataclasses.replace(
+        XLA.on(model.platform), attention=functools.partial(block_attention, is_reference=True)
+    )
     spans = {model.config.sliding_window(index) for index in range(model.config.num_layers)}
     found = [_attention(model, size, span, (kernels, reference)) for span in spans]
     if kernels.product is not XLA.product:

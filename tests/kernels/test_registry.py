@@ -35,7 +35,7 @@ def test_a_gpu_is_given_the_attention_kernel():
 
 def test_a_hopper_gpu_is_given_the_kernel_for_it(monkeypatch):
     for capability, wanted in (("8.9", "pallas"), ("9.0", "mosaic"), ("10.0", "pallas")):
-        device = types.SimpleNamespace(compute_capability=capability)
+        device = types.SimpleNamespace(compute_capability=capability, device_kind="x")
         monkeypatch.setattr(jax, "local_devices", lambda device=device: [device])
         assert registry.default_kernels() == wanted
         assert environment.noted_kernels()["kernels"] == wanted
