@@ -71,7 +71,10 @@ def origin(name):
     day = f", {document(name)['date']}" if "date" in document(name) else ""
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
     kernels = devices.get("kernels_family") or devices["kernels"]
-    machine = f" on {devices['cpu_count']} cores{model}, {kernels} kernels"
+    place = f"{devices['cpu_count']} cores{model}"
+    if devices["platform"] == "gpu":
+        place = f"one {devices['kinds'][0]}, JAX {document(name)['versions']['jax']}"
+    machine = f" on {place}, {kernels} kernels"
     changed = ", with changes," if commit.endswith("+") else ""
     return f"`{commit[:7]}`{changed}{machine}{day}"
 
@@ -731,6 +734,60 @@ def audit_planted(found):
         )
     header = ["planted", "files found", "outputs found with a gap above 5 s", "above 4 s"]
     return [*header, "tokens not the best", "and beyond the 90 % quantile of the noise"], rows
+
+
+@of("gpu-first-run.json#h100")
+def gpu_attention(found):
+    by_kind = {}
+    for each in found["attention"]:
+        by_kind.setdefault((each["kernels"], each["dtype"]), []).append(each)
+    header = ["kernels", "dtype", "shapes", "heads", "keys", "values", "equal alone"]
+    return header, [
+        [
+            f"`{kernels}`",
+            dtype,
+            str(len(cases)),
+            *(f"{max(case[part] for case in cases):.1e}" for part in ("heads", "keys", "values")),
+            f"{sum(case['equal_alone'] for case in cases)} of {len(cases)}",
+        ]
+        for (kernels, dtype), cases in by_kind.items()
+    ]
+
+
+@of("gpu-first-run.json#h100")
+def gpu_outputs(found):
+    header = ["kernels", "drafter", "equal to plain", "alone", "sampled", "accepted of drafted"]
+    return header, [
+        [
+            f"`{each['kernels']}`",
+            {"int8": "draft model, KV in int8", "draft": "draft model", "tree": "n-gram tree"}.get(
+                each["drafter"], "n-grams"
+            ),
+            *(
+                f"{each[part]} of {each['num_prompts']}"
+                for part in ("equal_to_plain", "equal_alone", "sampled_equal_to_plain")
+            ),
+            " ".join(share(value) for value in each["accepted_of_drafted"]),
+        ]
+        for each in found["engines"]
+    ]
+
+
+@of("gpu-first-run.json#h200")
+def gpu_prefill(found):
+    runs = found["prefill"]["runs"]
+    lengths = list(runs[0]["ms"])
+    return ["attention of a chunk", *(f"{length} tokens" for length in lengths)], [
+        [
+            run["attention"],
+            *(
+                f"{sorted(run['ms'][length])[2]:.1f} ms ({min(run['ms'][length]):.1f} to "
+                f"{max(run['ms'][length]):.1f})"
+                for length in lengths
+            ),
+        ]
+        for run in runs
+    ]
 
 
 if __name__ == "__main__":

@@ -156,6 +156,7 @@ NO_MEASUREMENTS = {
     "auditing-your-engine": ["| field |"],
     "exactness": ["| level |"],
     "flexdraft": ["| mode |", "| N drafts |", "| layout |"],
+    "gpu": ["| machine |"],
     "glossary": ["| word |", "| ours |"],
     "heads": ["| | the first head reads |", "| layout |", '| `"tree"` |'],
     "kernels": ["| kernels |"],

@@ -12,8 +12,8 @@ A query's bits depend on its own row only, and not on the width of the window: e
 of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
 and slots that a query does not see leave its sums unchanged to the bit.
 
-It has not run on a GPU yet; `SPLIT_LENGTH` and `TILE` are estimates. These products exist on
-compute capability 9 only. Elsewhere, where `is_supported` is False, and for KV in int8,
+`SPLIT_LENGTH` and `TILE` are estimates: it has run on GPUs, but was not tuned there. These products
+exist on compute capability 9 only. Elsewhere, where `is_supported` is False, and for KV in int8,
 `jaxspec.kernels.pallas` is used.
 """
 

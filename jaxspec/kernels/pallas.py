@@ -10,7 +10,8 @@ another combines the splits of each row. A program without a live slot ends at o
 nothing. A tree's queries share the splits up to their tails (`Window.tail_start`), which XLA
 computes and which are combined as the last split. So are attention sinks before the sliding window.
 
-They have not run on a GPU yet, so `SPLIT_LENGTH` and the tile sizes are estimates. JAX 0.12 still
+They have run on GPUs but were not tuned there: `SPLIT_LENGTH` and the tile sizes are estimates. A
+long chain (a prefill chunk) goes through them as several rows of short ones. JAX 0.12 still
 accepts Triton kernels, and warns that a later version will not.
 
 Results are as reproducible as those of `block_attention`: the splits, and the order in which they
@@ -58,9 +59,10 @@ def pallas_attention(
 ) -> jax.Array:
     """Grouped-query attention `[B, T, Q, H]`, as `block_attention` but summed in another order.
 
-    Calls `block_attention` where `is_supported` is False: for long windows (prefill) and head sizes
-    that Triton cannot tile. Needs scratch memory for one layer's partial sums, fp32: the capacity
-    divided by `SPLIT_LENGTH`, times the padded queries.
+    Calls `block_attention` where `is_supported` is False: for wide trees, for head sizes that
+    Triton cannot tile, and for long chains, which `PallasKernels.attend` splits (`in_parts`). Needs
+    scratch memory for one layer's partial sums, fp32: the capacity divided by `SPLIT_LENGTH`, times
+    the padded queries.
 
     Args:
       queries: this and the arguments up to `sliding_window` are as in `block_attention`.

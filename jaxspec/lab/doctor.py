@@ -116,17 +116,23 @@ def why_not_here(name: KernelsName) -> str | None:
     return None if name != "pallas" or platform == "gpu" else MADE_FOR[name]
 
 
+def small_model(
+    preset: str, dtype: str, kernels: KernelsName, kv_dtype: KvDtype | None
+) -> LanguageModel:
+    """A model with the heads of a preset's, and small in everything else."""
+    config = dataclasses.replace(
+        PRESETS[preset], num_layers=1, vocab_size=256, width=256, feed_forward_width=256
+    )
+    return random_model(config, dtype=jnp.dtype(dtype), kernels=kernels, kv_dtype=kv_dtype)
+
+
 def tried(name: KernelsName) -> dict[str, str | None]:
     """The outcome of all cases in this process."""
     why = why_not_here(name)
     if why is not None:
         return {"outcome": "not for this device", "why": why}
     for preset, dtype, kv_dtype, windows in CASES:
-        config = dataclasses.replace(
-            PRESETS[preset], num_layers=1, vocab_size=256, width=256, feed_forward_width=256
-        )
-        model = random_model(config, dtype=jnp.dtype(dtype), seed=0, kernels=name)
-        why = problem(dataclasses.replace(model, kv_dtype=kv_dtype), windows)
+        why = problem(small_model(preset, dtype, name, kv_dtype), windows)
         if why is not None:
             kv = "" if kv_dtype is None else f" with KV in {kv_dtype}"
             return {"outcome": "fails", "why": f"{preset} in {dtype}{kv}: {why}"}

@@ -332,7 +332,7 @@ def test_the_check_above_catches_parts_of_another_row(monkeypatch):
 
     def rolled(*inputs):
         queries, table, window = parts(*inputs)
-        return queries, jnp.roll(table, 1, axis=0), window
+        return queries, jax.tree.map(lambda pages: jnp.roll(pages, 1, axis=0), table), window
 
     monkeypatch.setattr(attention_pallas, "in_parts", rolled)
     ours = chunks(kernels=get_kernels("pallas"), dtype=jnp.float32)

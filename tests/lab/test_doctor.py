@@ -1,6 +1,7 @@
 """What `jaxspec doctor` finds out about kernels that fail in every way, and who heeds it."""
 
 import dataclasses
+import glob
 import json
 import sys
 
@@ -41,6 +42,12 @@ SLEEP = "import time; time.sleep(60)"
 ABORT = "import os; os.abort()"
 
 
+@pytest.fixture(autouse=True)
+def noted(monkeypatch):
+    """Kernels that are chosen here are not noted for other tests."""
+    monkeypatch.setattr(environment, "_kernels", environment.noted_kernels())
+
+
 @pytest.mark.parametrize(
     ("code", "timeout_s", "outcome", "why"),
     [
@@ -62,13 +69,11 @@ def test_what_becomes_of_kernels(code, timeout_s, outcome, why):
 
 def test_verdicts_choose_the_kernels_of_this_device_and_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
-    before = environment.noted_kernels()
     assert verdicts.kept_problem("native") is None
     verdicts.keep_verdicts({"native": "it differs", "mosaic": None})
     assert verdicts.kept_problem("native") == "it differs (found by jaxspec doctor)"
     assert verdicts.kept_problem("mosaic") is None
     assert registry.default_kernels() == "xla"
-    environment.note_kernels(before["kernels"], fallback=before["kernels_fallback"])
     for name, value in (("commit", lambda: "another"), ("versions", lambda: {"jax": "1"})):
         with monkeypatch.context() as patched:
             patched.setattr(verdicts, name, value)
@@ -82,11 +87,9 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     verdicts.keep_verdicts({"mosaic": "it hangs"})
     monkeypatch.setattr(environment, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    before = environment.noted_kernels()
     assert registry.default_kernels() == "pallas"
     verdicts.keep_verdicts({"mosaic": "it hangs", "pallas": "it crashes"})
     assert registry.default_kernels() == "xla"
-    environment.note_kernels(before["kernels"], fallback=before["kernels_fallback"])
 
 
 @pytest.mark.parametrize(
@@ -103,7 +106,7 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, say
     if platforms is not None:
         monkeypatch.setenv("JAX_PLATFORMS", platforms)
     monkeypatch.setattr(
-        environment.glob,
+        glob,
         "glob",
         lambda pattern: [name for name in files if name.startswith(pattern.partition("[")[0])],
     )
@@ -114,11 +117,9 @@ def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, say
 def test_gpus_before_ampere_are_given_xlas_kernels_and_float16(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(environment, "compute_capability", lambda: 7.5)
-    before = environment.noted_kernels()
     assert registry.default_kernels() == "xla"
     assert "compute capability 7.5" in (environment.noted_kernels()["kernels_fallback"] or "")
     assert environment.lacks_bfloat16()
-    environment.note_kernels(before["kernels"], fallback=before["kernels_fallback"])
 
 
 def test_what_was_measured_is_a_device_of_the_cost_model(tmp_path):

@@ -3,12 +3,14 @@
 import dataclasses
 import logging
 
+import jax
 import jax.numpy as jnp
 import pytest
 import toy
 
 from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.kernels import pallas
+from jaxspec.lab import doctor
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.kernel_probe import (
     WindowSize,
@@ -112,11 +114,25 @@ def test_an_engine_on_an_accelerator_tries_the_kernels_of_both_its_models():
     described = engine.describe()
     assert described["kernels"] == "xla"
     assert described["kernels_fallback"].startswith("pallas: ")
-    assert engine.executor.parts.drafter.model.kernels == "xla"
+    drafter = engine.executor.parts.drafter
+    assert isinstance(drafter, DraftModel)
+    assert drafter.model.kernels == "xla"  # pyright: ignore[reportAttributeAccessIssue]
     prompts, params = toy.prompts((3, 20)), SamplingParams(max_tokens=8)
     plain = Engine(model("xla"), batch_size=2, max_length=128).generate(prompts, params)
     ours = engine.generate(prompts, params)
     assert [done.token_ids for done in ours] == [done.token_ids for done in plain]
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(jax.default_backend() == "cpu", reason="there is no GPU or TPU")
+@pytest.mark.parametrize("kernels", [name for name in doctor.MADE_FOR if name != "native"])
+@pytest.mark.parametrize("case", doctor.CASES, ids=lambda case: "-".join(map(str, case[:3])))
+def test_the_kernels_of_this_device(kernels, case):
+    if doctor.why_not_here(kernels) is not None:
+        pytest.skip(f"not {doctor.MADE_FOR[kernels]}")
+    preset, dtype, kv_dtype, windows = case
+    ours = doctor.small_model(preset, dtype, kernels, kv_dtype)
+    assert problem(ours, windows) is None
 
 
 def test_the_windows_of_an_engine():
