@@ -315,9 +315,9 @@ def _keep_top_k(scaled: jax.Array, top_k: jax.Array, lowest_kept: LowestKept) ->
     """`-inf` below the k-th highest, where `top_k` `[B, 1, 1]` is above 0; ties with it are
     kept."""
 
-    def are_enough(is_above: jax.Array) -> jax.Array:
-        [num_above] = sums.sum_integers(is_above.astype(jnp.uint32))
-        return num_above >= top_k[..., None].astype(jnp.uint32)
+    def are_enough(*sets: jax.Array) -> list[jax.Array]:
+        nums_above = sums.sum_integers(*(is_above.astype(jnp.uint32) for is_above in sets))
+        return [num_above >= top_k.astype(jnp.uint32) for num_above in nums_above]
 
     order = _ordered_bits(scaled)
     return jnp.where((top_k > 0) & (order < lowest_kept(order, are_enough)), -jnp.inf, scaled)
@@ -336,19 +336,21 @@ def _keep_top_p(scaled: jax.Array, top_p: jax.Array, lowest_kept: LowestKept) ->
     units, rest = sums.split(masses)
     fractions, _ = sums.split(rest * jnp.float32(2**num_bits))
 
-    def add(units: jax.Array, fractions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        units, fractions = sums.sum_integers(units, fractions)
+    def carried(units: jax.Array, fractions: jax.Array) -> tuple[jax.Array, jax.Array]:
         return units + (fractions >> num_bits), fractions & (2**num_bits - 1)
 
-    goal = _share_of(*add(units, fractions), top_p, num_bits=num_bits)
+    goal = _share_of(*carried(*sums.sum_integers(units, fractions)), top_p, num_bits=num_bits)
     # Without one unit, which the likeliest token has, no token at all would be enough.
-    goal_units, goal_fraction = jnp.maximum(goal[0], 1)[..., None], goal[1][..., None]
+    goal_units, goal_fraction = jnp.maximum(goal[0], 1), goal[1]
 
-    def are_enough(is_above: jax.Array) -> jax.Array:
-        kept = (jnp.where(is_above, of[..., None, :], 0) for of in (units, fractions))
-        units_kept, fraction_kept = add(*kept)
-        is_goal = (units_kept == goal_units) & (fraction_kept >= goal_fraction)
-        return (units_kept > goal_units) | is_goal
+    def are_enough(*sets: jax.Array) -> list[jax.Array]:
+        kept = [jnp.where(is_above, of, 0) for is_above in sets for of in (units, fractions)]
+        added = sums.sum_integers(*kept)
+        found = []
+        for units_kept, fraction_kept in map(carried, added[::2], added[1::2]):
+            is_goal = (units_kept == goal_units) & (fraction_kept >= goal_fraction)
+            found.append((units_kept > goal_units) | is_goal)
+        return found
 
     order = _ordered_bits(scaled)
     return jnp.where((top_p < 1) & (order < lowest_kept(order, are_enough)), -jnp.inf, scaled)
@@ -385,35 +387,38 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
 
 
 def _lowest_kept(
-    order: jax.Array, are_enough: Callable[[jax.Array], jax.Array], *, loops_run_on_host: bool
+    order: jax.Array, are_enough: Callable[..., list[jax.Array]], *, loops_run_on_host: bool
 ) -> jax.Array:
     """The largest threshold `[B, T, 1]` uint32 for which the tokens at or above it are enough; 0,
     which keeps everything, if none is.
 
     Found bit by bit: 32 passes over the vocabulary instead of a sort. On a GPU, where the host
-    would run the loop, four bits at a time without a loop.
+    would run the loop, four bits at a time without a loop, in eight passes: one sum of several
+    numbers is for all values of a digit.
 
     Args:
       order: `[B, T, V]` uint32.
-      are_enough: for sets of tokens `[B, T, n, V]` bool, whether each is enough, `[B, T, n, 1]`.
+      are_enough: for sets of tokens, each `[B, T, V]` bool, whether each is enough, `[B, T, 1]`.
       loops_run_on_host: as in `EngineShape`.
     """
 
-    def reached(candidates: jax.Array) -> jax.Array:
-        return are_enough(order[..., None, :] >= candidates[..., None])[..., 0]
+    def highest_reached(threshold: jax.Array, *candidates: jax.Array) -> jax.Array:
+        are_reached = are_enough(*(order >= candidate for candidate in candidates))
+        for candidate, is_reached in zip(candidates, are_reached, strict=True):
+            threshold = jnp.where(is_reached, candidate, threshold)
+        return threshold
 
     threshold = jnp.zeros((*order.shape[:-1], 1), jnp.uint32)
     if loops_run_on_host:
         for shift in range(28, -1, -4):
-            digits = jnp.arange(1, 16, dtype=jnp.uint32) << shift
-            candidates = threshold | jnp.expand_dims(digits, range(threshold.ndim - 1))
-            passed = jnp.where(reached(candidates), candidates, threshold)
-            threshold = jnp.max(passed, axis=-1, keepdims=True)
+            candidates = (threshold | jnp.uint32(digit << shift) for digit in range(1, 16))
+            threshold = highest_reached(threshold, *candidates)
         return threshold
 
     def with_bit(index, threshold):
-        candidate = threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
-        return jnp.where(reached(candidate), candidate, threshold)
+        return highest_reached(
+            threshold, threshold | (jnp.uint32(1 << 31) >> index.astype(jnp.uint32))
+        )
 
     return lax.fori_loop(0, 32, with_bit, threshold)
 
