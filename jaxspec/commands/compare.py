@@ -28,16 +28,7 @@ from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 # MT-Bench's categories, which are one task of Spec-Bench.
-MT_BENCH = (
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-)
+MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
