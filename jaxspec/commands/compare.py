@@ -16,7 +16,8 @@ from jaxspec.commands.progress import tell, working
 from jaxspec.decode.settings import DraftLength, check_draft_length
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.lab.bench.cells import CellStore
-from jaxspec.lab.compare import Comparison, Setup, compare, make_setup
+from jaxspec.lab.compare import Setup, compare, make_setup
+from jaxspec.lab.comparison import Comparison
 from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import PromptLine, encode_prompts, json_object
 from jaxspec.requests.sampling_params import SamplingParams
