@@ -374,8 +374,9 @@ def check_is_apart(json_file: pathlib.Path, options: Mapping[str, Any]) -> None:
         given |= vars(given.pop("config"))
     where = json_file.resolve()
     for name, other in given.items():
-        is_written = other is not None and name in ("out", "output", "dst")
-        if name == "json_file" or not (is_written or isinstance(other, pathlib.Path)):
+        is_written = name in ("out", "output", "dst")
+        kinds = (pathlib.Path, str) if is_written else pathlib.Path
+        if name == "json_file" or not isinstance(other, kinds):
             continue
         place = pathlib.Path(other).resolve()
         if where == place or (is_written and place in where.parents):
