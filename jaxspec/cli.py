@@ -11,12 +11,13 @@ import errno
 import importlib
 import io
 import os
+import pathlib
 import resource
 import signal
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from jaxspec import __version__
@@ -357,11 +358,7 @@ def run_command(args: Sequence[str]) -> int:
     # Of several commands (`bench`, `study`, `train`), the chosen one has the options.
     options = vars(command if hasattr(command, "json") else next(iter(vars(command).values())))
     if (json_file := options.get("json_file")) is not None:
-        if list(options.values()).count(json_file) > 1:
-            raise SettingError(
-                f"--json-file {json_file} was given, and another option names that file too; give "
-                "each a file of its own."
-            )
+        check_is_apart(json_file, options)
         check_can_write(json_file)
     prepare_process()
     with signals.called_at_end(finish_cache_writes):
@@ -382,6 +379,25 @@ def choose_device_memory(name: str) -> None:
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", MEMORY_FRACTION)
     if name == "doctor":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def check_is_apart(json_file: pathlib.Path, options: Mapping[str, Any]) -> None:
+    """Refuses a file for JSON that another option names too, or that is in what it writes."""
+    given = dict(options)
+    if "config" in given:  # of `train`
+        given |= vars(given.pop("config"))
+    where = json_file.resolve()
+    for name, other in given.items():
+        is_written = name in ("out", "output", "dst")
+        kinds = (pathlib.Path, str) if is_written else pathlib.Path
+        if name == "json_file" or not isinstance(other, kinds):
+            continue
+        place = pathlib.Path(other).resolve()
+        if where == place or (is_written and place in where.parents):
+            raise SettingError(
+                f"--json-file {json_file} was given, and {other} for another option; give each a "
+                "place of its own, the file outside what the other one writes."
+            )
 
 
 def prepare_process() -> None:

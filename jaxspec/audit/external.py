@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxspec.audit import chi_square as distributions
 from jaxspec.audit.endings import judge_end
+from jaxspec.audit.evidence import evidence_limit
 from jaxspec.audit.judge import Divergence, Finding, OwnOutput, json_number, judge_alone, mean
 from jaxspec.audit.noise import (
     TIE_ALPHA,
@@ -25,19 +26,21 @@ from jaxspec.audit.noise import (
     tie_tests,
 )
 from jaxspec.audit.outputs import Output, OutputsFile, read_outputs
+from jaxspec.audit.report import Audit, prefix_shares
 from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
 from jaxspec.audit.scoring import Scorer
 from jaxspec.checkpoint.format import parse_dtype
 from jaxspec.models.base import Model
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.report import NONE, TextTable, percent
 from jaxspec.runtime.values import check_callable, check_kind, number
 
 SHARES = (0.01, 0.03, 0.1)  # of second-best tokens, for which the number of tokens is stated
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class OutputsAudit:
-    """An audit of a file of outputs.
+class OutputsAudit(Audit):
+    """An audit of a file of outputs. It prints as tables.
 
     Attributes:
       file: the outputs, and how they were computed.
@@ -68,9 +71,6 @@ class OutputsAudit:
     distribution_tests: dict[int, distributions.DistributionTest]
     alpha: float
     hint: str | None = None
-
-    def __repr__(self) -> str:
-        return f"<OutputsAudit: {self.sentence}>"
 
     @property
     def outputs(self) -> tuple[Output, ...]:
@@ -228,6 +228,91 @@ class OutputsAudit:
             sentence += ' (if the engine ignored stop tokens, say so: "ignore_eos": true)'
         return sentence
 
+    @property
+    def title(self) -> str:
+        """Whose outputs, and the target."""
+        return f"Audit of outputs of {self.file.label} under {self.target}"
+
+    @property
+    def located(self) -> list[tuple[str, Divergence]]:
+        """Every divergence with its line."""
+        return [(f"line {line}", divergence) for line, divergence in self.divergences]
+
+    @property
+    def curves(self) -> dict[str, np.ndarray]:
+        """Shares of greedy outputs without a difference so far."""
+        if not self.greedy:
+            return {}
+        first = {
+            "first difference": lambda own: next(iter(own.divergences), None),
+            "first that no tie explains": lambda own: own.first,
+        }
+        return {
+            label: prefix_shares((own.num_tokens, first_of(own)) for _, own in self.greedy)
+            for label, first_of in first.items()
+        }
+
+    @property
+    def result_tables(self) -> list[TextTable]:
+        """The file; its greedy and its sampled outputs, and what these can show."""
+        file = {
+            "target": self.target,
+            "reference": self.reference,
+            "outputs of": self.file.label,
+            "outputs": f"{len(self.greedy)} greedy, {len(self.sampled)} sampled",
+            "a gap moves by": f"{self.noise.scale:.3g} (scale of {len(self.noise.changes)} "
+            f"changes, the largest {self.noise.changes[-1]:.3g}); a tie is up to "
+            f"{self.noise.bound:.3g}",
+        }
+        if self.file.is_text:
+            file["token ids"] = "made from text; the engine may have emitted other ids"
+            file["ends"] = "not judged: text does not say whether a stop token was emitted"
+        else:
+            num_short = self.num_too_short
+            file["ends too early"] = f"{num_short} outputs: no stop token, and not yet max_tokens"
+            file["ends too late"] = f"{len(self.ends) - num_short} outputs"
+            num_padded = sum(bool(o.after_stop) and o.number not in self.ends for o in self.outputs)
+            file["padding after a stop token"] = f"in {num_padded} outputs; it was cut off"
+        tables = [TextTable.of_values("File", file)]
+        if greedy := [own for _, own in self.greedy]:
+            count = collections.Counter(d.finding for own in greedy for d in own.divergences)
+            found = {
+                "outputs": str(len(greedy)),
+                "exact": percent(self.exact),
+                "exact up to ties": percent(self.exact_up_to_ties),
+                "prefix match": percent(self.prefix_match),
+                "tokens": str(sum(own.num_tokens for own in greedy)),
+                "ties": str(count[Finding.TIE]),
+                "ties that rounding explains": "; ".join(map(_tie_words, self.tie_tests)),
+                "tokens that show second-best ones": ", ".join(
+                    f"{num} (if {share} are)" for share, num in self.tokens_needed.items()
+                ),
+                "p of the ties": f"{self.tie_p_value:.2g}, alpha {TIE_ALPHA:g}",
+                "faults": f"{count[Finding.FAULT]}, of which chance explains {self.num_beyond:.2g}",
+            }
+            title = "Greedy outputs under the target, every token after the output's own"
+            tables.append(TextTable.of_values(title, found))
+        if self.sampled:
+            tests = self.distribution_tests.values()
+            statistic = sum(test.statistic for test in tests)
+            sampled = {
+                "outputs": str(len(self.sampled)),
+                "break the distribution": str(
+                    self.samples.num_excluded + self.samples.num_unlikely
+                ),
+                "log evidence of all together": f"{self.samples.together.log_evidence:.1f}, "
+                f"at most {evidence_limit():.1f}",
+                "prompts tested": str(len(tests)),
+                "chi-square": f"{statistic:.1f} of {sum(t.degrees_of_freedom for t in tests)}",
+                "p": f"{self.distribution_p_value:.3g}" if tests else NONE,
+                "alpha": f"{self.alpha:g}",
+            }
+            title = "Sampled outputs under the target's distribution"
+            tables.append(TextTable.of_values(title, sampled))
+            if self.samples.powers:
+                tables.append(self.samples.power_table())
+        return tables
+
     def to_json(self) -> dict[str, Any]:
         """The whole report."""
         divergences = [{"line": line, **found.to_json()} for line, found in self.divergences]
@@ -275,6 +360,11 @@ class OutputsAudit:
             "num_sampling": count[Finding.SAMPLING],
             "divergences": divergences,
         }
+
+
+def _tie_words(test: TieTest) -> str:
+    size = f"of {test.at_least:.2g} or more " if test.at_least > 0 else ""
+    return f"{size}{test.expected:.1f} ({test.observed} found)"
 
 
 def audit_outputs(

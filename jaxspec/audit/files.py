@@ -6,14 +6,16 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxspec.audit.external import OutputsAudit, audit_outputs, longest_of
-from jaxspec.audit.judge import Finding, first_difference
+from jaxspec.audit.judge import Divergence, Finding, first_difference
 from jaxspec.audit.outputs import Output, OutputsFile
+from jaxspec.audit.report import Audit
 from jaxspec.audit.scoring import Scorer, parameter_dtype
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.models.base import Model
+from jaxspec.runtime.report import TextTable, percent
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,8 +151,8 @@ def _faults(audit: OutputsAudit, output: Output) -> set[int]:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class FilesAudit:
-    """An audit of several files of outputs.
+class FilesAudit(Audit):
+    """An audit of several files of outputs. It prints as tables.
 
     Attributes:
       audits: by the name of the file, and how the outputs were computed if it holds several kinds.
@@ -161,9 +163,7 @@ class FilesAudit:
     audits: dict[str, OutputsAudit]
     against: str | None
     comparisons: dict[str, Comparison]
-
-    def __repr__(self) -> str:
-        return f"<FilesAudit: {self.sentence}>"
+    curves: ClassVar = {}  # those of a file are its own
 
     @property
     def holds(self) -> bool | None:
@@ -193,6 +193,73 @@ class FilesAudit:
                     f"one in {self.against} too)"
                 )
         return "; ".join(words) + "."
+
+    @property
+    def title(self) -> str:
+        """Number of files, and the target."""
+        target = next(iter(self.audits.values())).target
+        return f"Audit of {len(self.audits)} files of outputs under {target}"
+
+    @property
+    def located(self) -> list[tuple[str, Divergence]]:
+        """Every divergence with its file and line."""
+        return [
+            (f"{name}, line {line}", divergence)
+            for name, own in self.audits.items()
+            for line, divergence in own.divergences
+        ]
+
+    @property
+    def result_tables(self) -> list[TextTable]:
+        """A line for each file."""
+        titles = {True: "yes", False: "NO", None: "not judged"}
+        records = []
+        for name, own in self.audits.items():
+            count = collections.Counter(d.finding for _, d in own.divergences)
+            record = {
+                "file": name,
+                "label": own.file.label,
+                "num_outputs": len(own.outputs),
+                "holds": titles[own.holds],
+                "exact": percent(own.exact),
+                "ties": count[Finding.TIE],
+                "expected": own.tie_tests[0].expected if own.tie_tests else None,
+                "p": own.tie_p_value if own.tie_tests else None,
+                "faults": count[Finding.FAULT] if own.file.is_judged else None,
+            }
+            comparison = self.comparisons.get(name)
+            if comparison is not None:
+                equal = f"{comparison.num_equal} of {comparison.num_matched}"
+                parted = {f: comparison.count(f) for f in (Finding.TIE, Finding.FAULT)}
+                record |= {"equal": equal, "at ties": parted[Finding.TIE]}
+                record |= {
+                    "at faults": parted[Finding.FAULT],
+                    "unmatched": comparison.num_unmatched,
+                }
+            records.append(record)
+        columns = {
+            "file": "{file}",
+            "outputs of": "{label}",
+            "outputs": "{num_outputs}",
+            "holds": "{holds}",
+            "exact": "{exact}",
+            "ties": "{ties}",
+            "explained": "{expected:.1f}",
+            "p": "{p:.2g}",
+            "faults": "{faults}",
+        }
+        tables = [TextTable.of_columns("Files, each under the target", columns, records)]
+        if self.against is not None:
+            names = ("equal", "at ties", "at faults", "unmatched")
+            columns = {"file": "{file}"} | {name: f"{{{name}}}" for name in names}
+            others = [record for record in records if record["file"] != self.against]
+            title = f"Beside {self.against}: equal outputs, and where the others first part"
+            tables.append(TextTable.of_columns(title, columns, others))
+        first = next(iter(self.audits.values()))
+        words = {name: own.reference for name, own in self.audits.items()}
+        if len(set(words.values())) == 1:
+            words = {"all files": first.reference}
+        return [*tables, TextTable.of_values("Reference", words)]
 
     def to_json(self) -> dict[str, Any]:
         """The whole report."""

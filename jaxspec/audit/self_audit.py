@@ -1,9 +1,9 @@
 """Audit of jaxspec's own runs: the levels of equality, on token ids cut after the stop token.
 
-`CLAIMS` says what each level claims. At E1 and E2 the bits of each token's log-probability (if the
-engine keeps them) and of the committed KV are compared too. Verifiers that draw other tokens than
-plain decoding promise only the distribution; they also decode the tables of `jaxspec.audit.scenes`,
-which reveal faults that a few outputs of a real model cannot.
+`jaxspec.audit.levels.CLAIMS` says what each level claims. At E1 and E2 the bits of each token's
+log-probability (if the engine keeps them) and of the committed KV are compared too. Verifiers that
+draw other tokens than plain decoding promise only the distribution; they also decode the tables of
+`jaxspec.audit.scenes`, which reveal faults that a few outputs of a real model cannot.
 
 In the aligned layout bits depend on the neighbours' lengths and, with kernels whose bits depend on
 the width, in windows of several widths on the drafts; there every level allows ties.
@@ -19,23 +19,23 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from jaxspec.audit.endings import judge_end
-from jaxspec.audit.evidence import ALPHA
-from jaxspec.audit.judge import (
-    Divergence,
-    Finding,
-    first_difference,
-    json_number,
-    judge_all,
-    mean,
+from jaxspec.audit.judge import judge_all
+from jaxspec.audit.kv_distance import measure_kv_distance
+from jaxspec.audit.levels import (
+    ComparedOutput,
+    DistributionLevel,
+    EngineAudit,
+    Level,
+    StudyMetrics,
+    TablesLevel,
 )
-from jaxspec.audit.kv_distance import KvDistance, measure_kv_distance
-from jaxspec.audit.probe import ProbeReport, probe, rows_of
-from jaxspec.audit.samples import Sample, SampleEvidence, judge_samples
+from jaxspec.audit.probe import probe, rows_of
+from jaxspec.audit.samples import Sample, judge_samples
 from jaxspec.audit.scenes import SCENES
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.models.base import LanguageModel, Model, kv_dtype_of
+from jaxspec.models.base import LanguageModel, kv_dtype_of
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.requests import Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
@@ -45,282 +45,6 @@ from jaxspec.verifiers import Verifier
 
 NUM_ALONE = 4  # requests that are also decoded alone, for E2, and continued as chats, for E5
 NUM_LATER_TURNS, TURN_LENGTH = 2, 8  # per chat; tokens of the user in a later turn
-
-CLAIMS = {
-    "E1": "plain decoding by the same engine gives the same tokens and bits",
-    "E2": "alone and in another order, a request gives the same tokens and bits",
-    "E3": "sampled plain decoding with the same seeds gives the same tokens",
-    "E4": "the window-1 reference loop gives the same tokens, except at proven ties",
-    "E5": "later turns of a session give the same tokens and bits as the same chat from nothing",
-    "distribution": "sampled tokens follow the target's distribution, and end where they have to",
-    "tables": "so do many outputs of this verifier from tables whose distribution is known exactly",
-}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class ComparedOutput:
-    """One output compared with its reference.
-
-    Attributes:
-      request_id: that of the output.
-      num_tokens: number of tokens of the reference.
-      are_bits_equal: whether log-probabilities and KV are equal too; None if not compared.
-      divergence: the first divergence, judged; None if tokens are equal.
-    """
-
-    request_id: str
-    num_tokens: int
-    are_bits_equal: bool | None
-    divergence: Divergence | None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Level:
-    """The results of the comparisons of one level.
-
-    Attributes:
-      outputs: those compared at this level; empty if it does not apply.
-      reason: why it does not apply, or None.
-      allows_ties: whether a proven tie is within the promise.
-    """
-
-    outputs: tuple[ComparedOutput, ...] = ()
-    reason: str | None = None
-    allows_ties: bool = False
-
-    @property
-    def exact(self) -> float:
-        """Fraction of outputs whose tokens are all equal."""
-        return mean([c.divergence is None for c in self.outputs])
-
-    @property
-    def prefix_match(self) -> float:
-        """Mean over outputs of the fraction of tokens before the first difference."""
-        pairs = [(c.divergence, c.num_tokens) for c in self.outputs]
-        return mean([min(first.index / length, 1) if first else 1 for first, length in pairs])
-
-    def count(self, finding: Finding) -> int:
-        """Number of outputs whose first divergence has this finding."""
-        return sum(d.finding == finding for _, d in self.divergences)
-
-    @property
-    def divergences(self) -> list[tuple[str, Divergence]]:
-        """Every first divergence, with the request's id."""
-        return [(c.request_id, c.divergence) for c in self.outputs if c.divergence is not None]
-
-    @property
-    def num_other_bits(self) -> int:
-        """Number of outputs with equal tokens but different log-probabilities or KV."""
-        return sum(c.divergence is None and c.are_bits_equal is False for c in self.outputs)
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether the claim held for every output; None if it does not apply."""
-        if self.reason is not None:
-            return None
-        if self.allows_ties:
-            return self.count(Finding.TIE) == len(self.divergences)
-        return self.exact == 1 and self.num_other_bits == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Figures, and every divergence."""
-        return {
-            "num_compared": len(self.outputs),
-            "exact": json_number(self.exact),
-            "prefix_match": json_number(self.prefix_match),
-            "num_other_bits": self.num_other_bits,
-            "num_ties": self.count(Finding.TIE),
-            "num_faults": self.count(Finding.FAULT),
-            "num_sampling": self.count(Finding.SAMPLING),
-            "divergences": [
-                {"request_id": request_id, **divergence.to_json()}
-                for request_id, divergence in self.divergences
-            ],
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DistributionLevel:
-    """Evidence of sampled outputs against the target's distribution.
-
-    Attributes:
-      samples: their evidence.
-      num_wrong_ends: number of outputs that end without a stop token before their limit, or after
-        it.
-      reason: why it does not apply, or None.
-    """
-
-    samples: SampleEvidence = dataclasses.field(default_factory=SampleEvidence)
-    num_wrong_ends: int = 0
-    reason: str | None = None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether there is no evidence against the distribution; None if no output was sampled."""
-        if self.reason is not None:
-            return None
-        return self.samples.holds and self.num_wrong_ends == 0
-
-    def to_json(self) -> dict[str, Any]:
-        """Figures."""
-        return {
-            "num_compared": len(self.samples.log_evidence),
-            "num_wrong_ends": self.num_wrong_ends,
-            **self.samples.to_json(),
-        }
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class TablesLevel:
-    """The chi-square tests of `jaxspec.audit.scenes` with the engine's verifier.
-
-    Attributes:
-      p_values: by scene.
-      num_outputs: number of outputs of each scene.
-      reason: why it does not apply, or None.
-    """
-
-    p_values: dict[str, float] = dataclasses.field(default_factory=dict)
-    num_outputs: int = 0
-    reason: str | None = None
-
-    @property
-    def holds(self) -> bool | None:
-        """Whether every scene follows its distribution; None if this does not apply."""
-        if self.reason is not None:
-            return None
-        return min(self.p_values.values()) >= ALPHA
-
-    def to_json(self) -> dict[str, Any]:
-        """Figures."""
-        return {"num_compared": self.num_outputs, "alpha": ALPHA, "p_values": self.p_values}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StudyMetrics:
-    """The published study's metrics, on decoded text (eBay/spec_dec, `compare_outputs`).
-
-    They judge text, including special tokens: `partial` ignores text after the reference's end, and
-    tokens with the same text count as equal.
-
-    Attributes:
-      exact: fraction of outputs whose text equals the reference's.
-      partial: mean fraction of the reference's tokens (its text encoded again) before the first
-        difference.
-    """
-
-    exact: float
-    partial: float
-
-    @classmethod
-    def of(
-        cls, model: Model, outputs: Sequence[Sequence[int]], references: Sequence[Sequence[int]]
-    ) -> StudyMetrics | None:
-        """The metrics of outputs and their references; None without a tokenizer."""
-        if model.tokenizer is None or not outputs:
-            return None
-        hf = model.tokenizer.hf
-        exact, partial = [], []
-        for ours, theirs in zip(outputs, references, strict=True):
-            texts = [hf.decode(list(ids)) for ids in (ours, theirs)]
-            a, b = (hf.encode(text, add_special_tokens=False) for text in texts)
-            at = first_difference(a, b)
-            exact.append(texts[0] == texts[1])
-            partial.append(1.0 if at is None or not b else at / len(b))
-        return cls(exact=mean(exact), partial=mean(partial))
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
-class EngineAudit:
-    """An audit of an engine.
-
-    Attributes:
-      engine: `Engine.describe()`.
-      dtype: of the target.
-      promise: what the verifier promises, in words.
-      num_requests: number of audited requests.
-      num_sampled: number of these with a temperature.
-      levels: E1 to E5 by name.
-      distribution: the level of the sampled outputs.
-      tables: the level for verifiers that promise the distribution only.
-      study: the published study's metrics against the reference loop; None without a tokenizer.
-      probe: the start-up probe.
-      acceptance: that of the speculative run.
-      kv_distance: how far the target is from the same one with full KV, on the prompts and outputs
-        of the speculative run; not part of the promise. None if its KV is full.
-    """
-
-    engine: dict[str, Any]
-    dtype: str
-    promise: str
-    num_requests: int
-    num_sampled: int
-    levels: dict[str, Level]
-    distribution: DistributionLevel
-    tables: TablesLevel
-    study: StudyMetrics | None
-    probe: ProbeReport
-    acceptance: Acceptance
-    kv_distance: KvDistance | None = None
-
-    def __repr__(self) -> str:
-        return f"<EngineAudit: {self.sentence}>"
-
-    @property
-    def every_level(self) -> dict[str, Level | DistributionLevel | TablesLevel]:
-        """All levels by name."""
-        return {**self.levels, "distribution": self.distribution, "tables": self.tables}
-
-    def _named(self, holds: bool) -> list[str]:
-        """Names of the levels that apply and hold, or do not hold."""
-        return [name for name, level in self.every_level.items() if level.holds == holds]
-
-    @property
-    def holds(self) -> bool:
-        """Whether every level that applies holds. A lossy verifier promises no distribution."""
-        return not self._named(False)
-
-    @property
-    def sentence(self) -> str:
-        """What was found, in words."""
-        if not self.holds:
-            return f"The promise is broken: {', '.join(self._named(False))} does not hold."
-        num_ties = self.levels["E4"].count(Finding.TIE)
-        ties = f"; {num_ties} outputs differ from the reference loop, at proven ties"
-        ties *= num_ties > 0
-        names = ", ".join(self._named(True)) or "nothing"
-        return f"The promise holds: {names} of {self.num_requests} requests{ties}."
-
-    def to_json(self) -> dict[str, Any]:
-        """The whole report."""
-        return {
-            "promise": self.promise,
-            "holds": self.holds,
-            "sentence": self.sentence,
-            "dtype": self.dtype,
-            "num_requests": self.num_requests,
-            "num_sampled": self.num_sampled,
-            "levels": {
-                name: {
-                    "claim": CLAIMS[name],
-                    "holds": level.holds,
-                    "reason": level.reason,
-                    **level.to_json(),
-                }
-                for name, level in self.every_level.items()
-            },
-            "study_metrics": (
-                dataclasses.asdict(self.study)
-                | {"source": "eBay/spec_dec: decoded text, special tokens kept"}
-                if self.study
-                else None
-            ),
-            "probe": self.probe.to_json(),
-            "acceptance": self.acceptance.to_json(),
-            "kv_distance": self.kv_distance and dataclasses.asdict(self.kv_distance),
-            "engine": self.engine,
-        }
-
 
 # For each request of a run, its completion and a digest of its KV; None if bits are not compared.
 _Run: TypeAlias = Sequence[tuple[Completion, str | None]]

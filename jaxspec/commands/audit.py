@@ -9,14 +9,10 @@ from typing import Any, ClassVar, Literal
 from rich.console import Console
 
 from jaxspec.audit.controls.runner import controls_table, run_controls
-from jaxspec.audit.files import audit_files
+from jaxspec.audit.external import OutputsAudit
+from jaxspec.audit.files import FilesAudit, audit_files
+from jaxspec.audit.levels import EngineAudit
 from jaxspec.audit.outputs import OutputsFile, parse_outputs, read_outputs_text
-from jaxspec.audit.report import (
-    AuditReport,
-    report_of_engine,
-    report_of_files,
-    report_of_outputs,
-)
 from jaxspec.audit.self_audit import audit_engine
 from jaxspec.audit.snippets import snippet
 from jaxspec.commands.options import (
@@ -192,9 +188,8 @@ class AuditCommand(
                 ),
             )
         only, *others = audit.audits.values()
-        report = report_of_files(audit) if others else report_of_outputs(only)
         inputs = {str(each): checksum for each, (_, checksum) in texts.items()}
-        return self._show(console, report, inputs)
+        return self._show(console, audit if others else only, inputs)
 
     def _audit_run(self, console: Console, target_name: str) -> dict[str, Any]:
         check_counts(self, "batch_size", "max_length")
@@ -229,16 +224,18 @@ class AuditCommand(
             audit = audit_engine(
                 engine, prompts, params, seed=self.seed, on_stage=lambda stage: status.update(stage)
             )
-        return self._show(console, report_of_engine(audit), inputs)
+        return self._show(console, audit, inputs)
 
     def _show(
-        self, console: Console, report: AuditReport, inputs: dict[str, str]
+        self,
+        console: Console,
+        audit: EngineAudit | OutputsAudit | FilesAudit,
+        inputs: dict[str, str],
     ) -> dict[str, Any]:
-        """Prints the report, and writes it to a file if requested; returns the JSON document."""
-        audit = report.audit
-        console.print(report)
+        """Prints the audit, and writes it to a file if requested; returns the JSON document."""
+        console.print(audit)
         if self.html is not None:
-            report.write_html(self.html)
+            audit.write_html(self.html)
             console.print(f"report written to {self.html}", markup=False, highlight=False)
         found = {"holds": audit.holds, "inputs": inputs, "audit": audit.to_json()}
         return make_document("audit", self, **found, html=self.html)

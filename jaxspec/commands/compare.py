@@ -16,7 +16,8 @@ from jaxspec.commands.progress import tell, working
 from jaxspec.decode.settings import DraftLength, check_draft_length
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.lab.bench.cells import CellStore
-from jaxspec.lab.compare import Comparison, Setup, compare, make_setup
+from jaxspec.lab.compare import Setup, compare, make_setup
+from jaxspec.lab.comparison import Comparison
 from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import PromptLine, encode_prompts, json_object
 from jaxspec.requests.sampling_params import SamplingParams
@@ -28,16 +29,7 @@ from jaxspec.runtime.signals import called_at_end, uninterrupted
 
 CATEGORY_FIELDS = ("category", "domain")  # of a prompt file's lines; the first one present
 # MT-Bench's categories, which are one task of Spec-Bench.
-MT_BENCH = (
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-)
+MT_BENCH = "writing roleplay reasoning math coding extraction stem humanities".split()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ from jaxspec.commands.progress import working
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.ngram import NGram
 from jaxspec.errors import SettingError
-from jaxspec.lab.compare import Candidate, Comparison, compare
+from jaxspec.lab.compare import compare
+from jaxspec.lab.comparison import Candidate, Comparison
 from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.decoder import num_params

@@ -7,6 +7,7 @@ Interval: a studentised bootstrap (Hall 1988). In every draw the estimate's dist
 the data is divided by its own standard error, that of a linearised ratio (Cochran 1977, section
 6.5); the quantiles of these, times the standard error of the data, are the distances of the two
 ends. Percentiles of the draws themselves would be too short where there are few clusters.
+They are taken for what is fitted to the means of many prompts and a few seeds only (`resample`).
 
 Estimators of a ratio, such as tokens per round: *pooled*, all tokens over all rounds, and *per
 prompt*, the mean over prompts of each one's own ratio.
@@ -22,7 +23,7 @@ import numpy as np
 
 CONFIDENCE = 0.95
 FEWEST = 5  # clusters that have an interval
-NUM_DRAWS = 2000
+NUM_DRAWS = 2000  # at least
 ENDS = (0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2)
 
 
@@ -125,14 +126,21 @@ def _estimate(weights: np.ndarray, ratios: Any) -> tuple[Any, Any]:
 
 @functools.lru_cache(maxsize=4)
 def _draws(num: int) -> np.ndarray:
-    """`[NUM_DRAWS, num]`: how often each cluster is drawn; the same at every call."""
-    random = np.random.default_rng(0)
-    return random.multinomial(num, np.full(num, 1.0 / num), NUM_DRAWS).astype(np.float64)
+    """`[draws, num]`: how often each cluster is drawn; the same at every call, so that of few
+    clusters there are more draws, whose own error would stay."""
+    random, num_draws = np.random.default_rng(0), max(NUM_DRAWS, 100_000 // num)
+    return random.multinomial(num, np.full(num, 1.0 / num), num_draws).astype(np.float64)
 
 
 def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator) -> np.ndarray:
     """Means over prompts and seeds: those of the study itself, and those of its draws, which all
-    points of a curve share. The ends of a fitted curve's intervals are percentiles of these.
+    points of a curve share.
+
+    The intervals of scaling studies are percentiles of what is fitted to these draws (a percentile
+    bootstrap). They are not studentised: prompts and seeds are crossed, so no draw has a standard
+    error of its own that one set of clusters would give, and the variance of three seeds is no
+    scale; nor has the exponent of a saturating curve a linearised error. With tens of prompts and
+    seeds that differ less than they do, the intervals hold what they say (tests simulate it).
 
     Whole prompts are drawn, and whole seeds; what both draws change is added up. Of n prompts or
     seeds n - 1 are drawn: the mean of n - 1 varies as much as the mean of n truly does, whereas
@@ -140,8 +148,8 @@ def resample(values: np.ndarray, *, num_draws: int, random: np.random.Generator)
     that differ more than the prompts are still too short: they end at the lowest and the highest.
 
     Args:
-      values: `[n, S, P]` float64, of n points by seed and prompt; at least 2 prompts. A single seed
-        is kept in every draw.
+      values: `[n, S, P]` float64, of n points by seed and prompt; at least `FEWEST` prompts. One
+        seed alone is kept in every draw.
       num_draws: number of draws.
       random: where they come from.
 

@@ -10,7 +10,6 @@ from jaxspec.audit.external import audit_outputs
 from jaxspec.audit.files import audit_files, compare_outputs
 from jaxspec.audit.judge import Finding
 from jaxspec.audit.outputs import parse_outputs, read_outputs
-from jaxspec.audit.report import report_of_files, report_of_outputs
 from jaxspec.audit.scoring import Scorer
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import PromptError, SettingError
@@ -116,8 +115,12 @@ def test_a_fault_that_the_other_file_has_too_is_not_speculations(target, lines):
     document = json.loads(json.dumps(audit.to_json()))
     assert document["files"]["good"]["holds"] is True
     assert document["comparisons"]["drafted"]["num_equal"] == 3
-    tables = report_of_files(audit).tables
-    assert [len(table.rows) for table in tables] == [3, 2, 1]
+    assert [len(table.rows) for table in audit.result_tables] == [3, 2, 1]
+    assert audit.to_frame()["where"].tolist() == [where for where, _ in audit.located]
+    for each, title in ((audit, "Files, each under"), (audit.audits["good"], "Greedy outputs")):
+        assert title in str(each)
+        assert str(each).replace("\n", " ").endswith(each.sentence[-30:])
+        assert each._repr_html_().count("<table>") == len(each.all_tables)
 
 
 def test_ids_outside_the_vocabulary_are_a_finding_of_their_line(target, lines, scorer):
@@ -140,7 +143,7 @@ def test_quantised_engines_are_compared_and_not_judged(target, lines, scorer):
         assert audit.holds is None
         assert "tokens of other" in audit.sentence
         assert "not the target's" in audit.sentence
-        assert report_of_outputs(audit).audit.to_json()["holds"] is None
+        assert audit.to_json()["holds"] is None
         own = audit_outputs(target, parsed(target, lines), scorer=scorer)
         assert compare_outputs(audit, own).differences[0].finding is None
     assert parsed(target, lines, kv_dtype="fp32").is_judged
@@ -192,7 +195,7 @@ def test_the_report_says_how_many_tokens_show_second_best_ones(target, lines, sc
     assert list(audit.tokens_needed) == ["1%", "3%", "10%"]
     assert needed == sorted(needed, reverse=True)
     assert audit.to_json()["greedy"]["tokens_needed"] == audit.tokens_needed
-    shown = dict(report_of_outputs(audit).tables[1].rows)
+    shown = dict(audit.result_tables[1].rows)
     assert f"{needed[0]} (if 1% are)" in shown["tokens that show second-best ones"]
 
 

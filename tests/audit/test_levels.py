@@ -12,7 +12,8 @@ import toy
 import jaxspec
 from jaxspec.audit.controls.faults import FAULTS
 from jaxspec.audit.judge import Finding
-from jaxspec.audit.self_audit import StudyMetrics, audit_engine, promise_of
+from jaxspec.audit.levels import StudyMetrics
+from jaxspec.audit.self_audit import audit_engine, promise_of
 from jaxspec.decode import round as decoding
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.engine import Engine
@@ -103,6 +104,8 @@ def test_a_sabotaged_round_breaks_e1(one_short):
     assert audit.levels["E1"].count(Finding.FAULT) > 0
     assert audit.levels["E4"].count(Finding.FAULT) > 0
     assert "broken" in audit.sentence
+    for shown in ("Levels, on token ids", "What each level claims", "Divergences", "is broken"):
+        assert shown in str(audit)
     divergence = audit.to_json()["levels"]["E1"]["divergences"][0]
     assert divergence["finding"] == "fault"
 

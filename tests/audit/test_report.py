@@ -4,7 +4,6 @@ import base64
 import dataclasses
 import os
 import re
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from jaxspec.audit import report as reports
 from jaxspec.audit.judge import Divergence, Finding
-from jaxspec.audit.report import AuditReport, prefix_shares
+from jaxspec.audit.report import Audit, prefix_shares
 from jaxspec.conformance.report import Check, ConformanceReport, Outcome
 from jaxspec.errors import SettingError
 from jaxspec.runtime.report import NONE, TextTable, percent, write_page
@@ -30,13 +29,24 @@ def divergence(index, margin, finding):
     )
 
 
-REPORT = AuditReport(
-    audit=types.SimpleNamespace(
-        promise="bit-exact", sentence="The promise is broken.", holds=False
-    ),
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
+class MadeAudit(Audit):
+    promise: str
+    sentence: str
+    holds: bool
+    title: str
+    result_tables: list
+    located: list
+    curves: dict
+
+
+REPORT = MadeAudit(
+    promise="bit-exact",
+    sentence="The promise is broken.",
+    holds=False,
     title="Audit <of> something",
-    tables=[TextTable(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
-    divergences=[
+    result_tables=[TextTable(title="Run", header=("what", "value"), rows=[("target", "a & b")])],
+    located=[
         ("line 2", divergence(3, 0.02, Finding.TIE)),
         ("line 4", divergence(9, float("inf"), Finding.FAULT)),
         ("line 5", divergence(9, 2.0, Finding.SAMPLING)),
@@ -82,11 +92,13 @@ def test_the_page_is_self_contained(tmp_path):
 
 
 def test_a_report_without_divergences_has_a_curve_only(tmp_path):
-    clean = AuditReport(
-        audit=types.SimpleNamespace(promise="p", sentence="s", holds=True),
+    clean = MadeAudit(
+        promise="p",
+        sentence="s",
+        holds=True,
         title="t",
-        tables=[],
-        divergences=[],
+        result_tables=[],
+        located=[],
         curves={"all": prefix_shares([(5, None)])},
     )
     assert [plot.caption for plot in clean.plots()] == ["Prefix match"]
@@ -143,7 +155,7 @@ def test_a_report_prints_as_its_tables_and_makes_a_frame():
     assert frame["where"].tolist() == ["line 2", "line 4", "line 5"]
     assert frame.margin.tolist() == [0.02, float("inf"), 2.0]
     assert battery.to_frame().outcome.tolist() == ["FAILED"]
-    assert list(dataclasses.replace(REPORT, divergences=[]).to_frame()) == list(frame)
+    assert list(dataclasses.replace(REPORT, located=[]).to_frame()) == list(frame)
 
 
 def test_shares_are_never_rounded_up():

@@ -57,13 +57,22 @@ def test_json_to_a_file(cli, refused, tmp_path, monkeypatch):
     assert json.loads((tmp_path / "it.json").read_text()) == result.document
     assert cli("doctor", "--versions", "--json-file", "it.json").out.count("{") == 0
     decoding = ("generate", "--target", "absent", "--prompt", "x")
-    same = refused(*decoding, "--output", "x", "--json-file", "x")
-    assert "another option names that file too; give each" in same
-    for words in (
-        ("doctor", "--versions"),
-        decoding,
-        ("train", "lm", "--corpora", "absent", "--out", "x"),
-    ):
+    training = ("train", "lm", "--corpora", "absent", "--out", "x")
+    writing = ("train", "texts", "--target", "absent", "--corpora", "y", "--out", "x")
+    outputs = [
+        ((*decoding, "--output", "x"), "x"),
+        ((*decoding, "--output", "x"), "../" + tmp_path.name + "/x"),
+        (training, "x"),
+        (training, "x/model"),
+        (writing, "./x"),
+        (("compare", "--target", "absent", "--drafter", "none", "--output", "x"), "x"),
+        (("convert", "absent", "x"), "x/manifest.json"),
+    ]
+    for words, file in outputs:
+        assert "for another option; give each a place of its own" in refused(
+            *words, "--json-file", file
+        )
+    for words in (("doctor", "--versions"), decoding, training):
         assert "cannot be written (Is a directory)" in refused(*words, "--json-file", ".")
     assert [file.name for file in tmp_path.iterdir()] == ["it.json"]
 

@@ -15,6 +15,7 @@ import ties
 
 import jaxspec
 from jaxspec.audit.scoring import Scorer
+from jaxspec.commands.compare import MT_BENCH
 from jaxspec.engine.engine import Engine
 from jaxspec.requests.prompts import encode_prompts, read_prompts
 from jaxspec.requests.sampling_params import SamplingParams
@@ -22,16 +23,6 @@ from jaxspec.requests.sampling_params import SamplingParams
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = pathlib.Path(os.environ.get("JAXSPEC_TEST_DATA", ROOT.parent / "shared" / "data"))
 QUESTIONS = DATA / "spec_bench" / "question.jsonl"
-MT_BENCH = {
-    "writing",
-    "roleplay",
-    "reasoning",
-    "math",
-    "coding",
-    "extraction",
-    "stem",
-    "humanities",
-}
 PARAMS = SamplingParams(max_tokens=64, ignore_eos=True)
 WINDOW = 8
 

@@ -161,17 +161,17 @@ def test_points_keep_the_seeds_and_prompts_that_are_everywhere():
         row(ROUNDS, training_tokens=tokens, seed=seed, prompt=prompt)
         for tokens in (10, 20)
         for seed in (0, 1)
-        for prompt in range(4)
-        if (tokens, seed) != (20, 1) and (tokens, prompt) != (10, 3)
+        for prompt in range(6)
+        if (tokens, seed) != (20, 1) and (tokens, prompt) != (10, 5)
     ]
     values, x, seeds, notes = estimates_at(
         estimate(check_rows(pd.DataFrame(rows))), "training_tokens", "tau"
     )
-    assert values.shape == (2, 1, 3)
+    assert values.shape == (2, 1, 5)
     assert x.tolist() == [10, 20]
     assert seeds == [0]
     assert "seeds 1" in notes[0]
-    assert "1 of 4 prompts" in notes[1]
+    assert "1 of 6 prompts" in notes[1]
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ from jaxspec.lab.bench.measure import (
     over_outputs,
 )
 from jaxspec.lab.bench.stages import round_stages
-from jaxspec.lab.compare import Candidate, run_candidates
+from jaxspec.lab.compare import run_candidates
+from jaxspec.lab.comparison import Candidate
 from jaxspec.lab.intervals import Interval, ratio_interval
 from jaxspec.load.drafters import choose_drafter, make_drafter
 from jaxspec.load.models import load_model

@@ -27,7 +27,7 @@ from rich.console import Console
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import Executor
 from jaxspec.errors import SettingError
-from jaxspec.lab.compare import Candidate
+from jaxspec.lab.comparison import Candidate
 from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.config import ModelConfig, RopeConfig

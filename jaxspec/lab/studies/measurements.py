@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxspec.audit.judge import Finding, judge_all
-from jaxspec.audit.self_audit import StudyMetrics
+from jaxspec.audit.levels import StudyMetrics
 from jaxspec.cache.layouts import LAYOUTS
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.studies.published import BROKEN, as_broken

@@ -193,7 +193,7 @@ def fit_axis(
 
 
 def interval(drawn: np.ndarray) -> dict[str, float]:
-    """A figure of a study and of its draws `[1 + draws]`, as JSON values."""
+    """A figure of a study and the percentiles of its draws `[1 + draws]`, as JSON values."""
     low, high = np.quantile(drawn[1:], ENDS).tolist()
     return {"value": float(drawn[0]), "low": low, "high": high}
 

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxspec.errors import SettingError
+from jaxspec.lab.intervals import FEWEST
 from jaxspec.runtime.extras import import_extra
 
 if TYPE_CHECKING:
@@ -271,7 +272,7 @@ def estimates_at(
       what was left out.
 
     Raises:
-      SettingError: no seed, or fewer than two prompts, are at every point.
+      SettingError: no seed, or fewer than five prompts, are at every point.
     """
     table = rows.pivot_table(
         index=points, columns=["seed", "prompt"], values=column, aggfunc="mean"
@@ -290,10 +291,10 @@ def estimates_at(
         notes.append(f"Left out, because not trained at every point: seeds {left}.")
     has_all: Any = sum(by_seed[seed].notna().all(axis=0) for seed in kept) == len(kept)
     prompts = list(has_all.index[has_all])
-    if len(prompts) < 2:
+    if len(prompts) < FEWEST:
         raise SettingError(
             f"{len(prompts)} prompts were decoded at every {points}; use the same prompts "
-            "everywhere, at least 2."
+            f"everywhere, at least {FEWEST}, because fewer have no interval."
         )
     if len(prompts) < len(has_all):
         notes.append(

@@ -2,7 +2,7 @@
 
 A curve is fitted by weighted least squares, weights 1 / variance. `fit` takes the means of one
 study `[n]`, or those of many draws of its prompts and seeds at once `[draws, n]`, as
-`jaxspec.lab.intervals.resample` returns them.
+`jaxspec.lab.intervals.resample` returns them: all intervals are percentiles of such draws.
 """
 
 from __future__ import annotations
