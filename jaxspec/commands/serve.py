@@ -75,8 +75,8 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             check_draft_length(self.draft_length, None)
         for module in ("fastapi", "uvicorn", "prometheus_client"):
             import_extra(module, "jaxspec serve", extra="serve")
-        from jaxspec.serving.http.app import ServerSettings, Service
         from jaxspec.serving.http.listener import Server, open_listener
+        from jaxspec.serving.http.service import ServerSettings, Service
 
         given = settings_of(self, "server_args")
         max_logprobs = given.pop("max_logprobs", 5)

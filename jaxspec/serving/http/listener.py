@@ -14,7 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.values import shown
-from jaxspec.serving.http.app import HttpError, ServerSettings, Service, make_app, response_of
+from jaxspec.serving.http.app import make_app
+from jaxspec.serving.http.service import HttpError, ServerSettings, Service, response_of
 
 BACKLOG = 2048
 

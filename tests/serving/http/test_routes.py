@@ -22,8 +22,9 @@ from jaxspec import SamplingParams
 from jaxspec.engine import fingerprint as module
 from jaxspec.engine.fingerprint import fingerprint
 from jaxspec.errors import SettingError
-from jaxspec.serving.http import app
-from jaxspec.serving.http.app import Gate, ServerSettings
+from jaxspec.serving.http import generation
+from jaxspec.serving.http.app import Gate
+from jaxspec.serving.http.service import ServerSettings
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -280,7 +281,7 @@ def test_a_handler_that_does_not_await_the_disconnect_is_seen(server, engine, is
     async def never(receive):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(app, "disconnected", never)
+    monkeypatch.setattr(generation, "disconnected", never)
     leave_a_plain_response(server[0])
     assert not until(lambda: not engine.queue.unfinished, limit_s=0.5)
     assert until(lambda: not engine.queue.unfinished)
