@@ -60,6 +60,11 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
+    session_header: str | None = None
+    """Header that names the conversation of a request, such as `x-session-id`; its KV is kept
+    between turns. Bodies may have `session_id` instead."""
+    max_sessions: int = 64
+    """Conversations that are kept; the one that was used least recently is dropped."""
     server_args: str | None = None
     """Limits of the server, as a JSON object, such as `{"max_n": 4, "request_timeout_s": 60}`. They
     are `served_model_name`, `max_body_bytes`, `max_prompts`, `max_n`, `max_connections`,
@@ -69,7 +74,7 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Serves; returns the JSON document."""
-        check_counts(self, "batch_size", "max_length")
+        check_counts(self, "batch_size", "max_length", "max_sessions")
         check_between("--port", self.port, 0, 2**16 - 1)
         if self.draft_length not in (None, "auto"):
             check_draft_length(self.draft_length, None)
@@ -80,7 +85,7 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
 
         given = settings_of(self, "server_args")
         max_logprobs = given.pop("max_logprobs", 5)
-        names = {field.name for field in dataclasses.fields(ServerSettings)} - {"api_key"}
+        names = {field.name for field in dataclasses.fields(ServerSettings)} - {*vars(self)}
         if unknown := [name for name in given if name not in names]:
             raise SettingError(
                 f"{unknown[0]!r} was given in --server-args, which take max_logprobs, "
@@ -90,7 +95,12 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             name = text("chat_template", given["chat_template"], "`vicuna`, or the name of a file")
             given["chat_template"] = chat_template(name)
         named: dict[str, Any] = {"served_model_name": self.target, **given}
-        settings = ServerSettings(**named, api_key=self.read_key())
+        settings = ServerSettings(
+            **named,
+            api_key=self.read_key(),
+            session_header=self.session_header,
+            max_sessions=self.max_sessions,
+        )
         self.given_engine()  # raises what is wrong
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if settings.api_key is None and not is_loopback(self.host):

@@ -78,10 +78,12 @@ class Generation:
     Args:
       service: the server's.
       body: the checked body.
+      session: name of the session of which it is the next turn, or None.
     """
 
-    def __init__(self, service: Service, body: GenerationBody):
-        self.service, self.body = service, body
+    def __init__(self, service: Service, body: GenerationBody, session: str | None = None):
+        self.service, self.body, self.session = service, body, session
+        self.has_session = False
         self.is_chat = isinstance(body, ChatBody)
         self.id = ("chatcmpl-" if self.is_chat else "cmpl-") + secrets.token_hex(16)
         self.created = int(time.time())
@@ -134,13 +136,25 @@ class Generation:
             )
         if body.draft_length is not None and longest_draft and body.speculate is not False:
             options["draft_length"] = body.draft_length
+        samples, astream = each_sample(params), service.engine.astream
+        if self.session is not None and len(prompts) * len(samples) > 1:
+            raise SettingError(
+                f"session_id was given with {len(prompts) * len(samples)} completions, and a "
+                "conversation has one; give one prompt and leave n out, or leave session_id out."
+            )
         try:
             for prompt, ids in enumerate(self.token_ids):
-                for index, one in enumerate(each_sample(params)):
+                for index, one in enumerate(samples):
                     request = f"{self.id}:{prompt}:{index}"
-                    self.streams.append(
-                        service.engine.astream(ids, one, request_id=request, wait=False, **options)
-                    )
+                    options |= {"request_id": request, "wait": False}
+                    if self.session is None:
+                        stream = astream(ids, one, **options)
+                    else:
+                        options["session"] = await service.sessions.take(self.session)
+                        self.has_session = True
+                        # It may wait for the end of a turn that was given up.
+                        stream = await asyncio.to_thread(astream, ids, one, **options)
+                    self.streams.append(stream)
                     self.names.append(request)
         except (PromptError, SettingError) as error:
             self.give_up()
@@ -156,6 +170,9 @@ class Generation:
         for name in self.names:
             with contextlib.suppress(RequestError):
                 self.service.engine.cancel(name)
+        if self.session is not None and self.has_session:
+            self.service.sessions.give_back(self.session)
+            self.has_session = False
 
     async def read(self, emit: Callable[[int, StreamOutput], object]) -> list[Completion]:
         """The completions; `emit` is called with the index of each piece's stream, and the
@@ -340,7 +357,10 @@ async def respond(service: Service, body: GenerationBody, request: Request) -> R
     """The response to `/v1/completions` and `/v1/chat/completions`."""
     ignored = body.ignored
     service.check_model(body.model)
-    generation = Generation(service, body)
+    session, header = body.session_id, service.settings.session_header
+    if session is None and header is not None:
+        session = request.headers.get(header)
+    generation = Generation(service, body, session)
     await generation.begin()
     headers = {"x-request-id": generation.id}
     if ignored:

@@ -108,6 +108,7 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    session_id: str | None = None
     speculate: bool | None = None
     draft_length: int | None = None
 

@@ -1,4 +1,4 @@
-"""What a server shares: its settings, its errors and its engine."""
+"""What a server shares: its settings, its errors, its engine and its sessions."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.fingerprint import fingerprint
+from jaxspec.engine.sessions import Session
 from jaxspec.errors import JaxspecError, PromptError, QueueFullError, RequestError, SettingError
 from jaxspec.requests.requests import prompt_token_ids
 from jaxspec.requests.sampling_params import SamplingParams
@@ -30,6 +31,8 @@ from jaxspec.runtime.values import (
 from jaxspec.serving.http import protocol
 from jaxspec.serving.http.protocol import ChatBody, CompletionBody, DetokenizeBody
 
+LIMITS = ("max_body_bytes", "max_prompts", "max_n", "max_connections", "max_sessions")
+LONGEST_NAME = 256  # characters of a session's
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
 
 
@@ -54,6 +57,8 @@ class ServerSettings:
       generation_config: `model` takes the defaults of the checkpoint's generation config; `none`
         those of OpenAI (temperature 1).
       cors_origins: web pages from which browsers may call.
+      session_header: header that names the session of a request, besides `session_id` in its body.
+      max_sessions: most sessions that are kept.
 
     Raises:
       SettingError: a value out of range.
@@ -74,9 +79,11 @@ class ServerSettings:
     chat_template: str | None = None
     generation_config: str = "none"
     cors_origins: Sequence[str] = ()
+    session_header: str | None = None
+    max_sessions: int = 64
 
     def __post_init__(self):
-        for name in ("max_body_bytes", "max_prompts", "max_n", "max_connections"):
+        for name in LIMITS:
             whole_number(name, getattr(self, name), least=1)
         for name in ("header_timeout_s", "keep_alive_timeout_s", "write_timeout_s"):
             number(name, getattr(self, name), above=0, expected="a number of seconds above 0")
@@ -85,8 +92,9 @@ class ServerSettings:
         text("served_model_name", self.served_model_name)
         flag("allow_request_template", self.allow_request_template)
         listed("cors_origins", self.cors_origins)
-        if self.chat_template is not None:
-            text("chat_template", self.chat_template)
+        for name in ("chat_template", "session_header"):
+            if getattr(self, name) is not None:
+                text(name, getattr(self, name))
         if self.generation_config not in ("model", "none"):
             raise SettingError(
                 f"generation_config {shown(self.generation_config)} was given; it must be model or "
@@ -158,8 +166,62 @@ def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     return f"{names[0]} {shown(problem.get('input'))} was given; it {wanted}.", names[0]
 
 
+class Sessions:
+    """The engine's sessions, by the names that clients give. If there are too many, the one that
+    was used least recently is closed; a conversation that goes on is then prefilled once more."""
+
+    def __init__(self, engine: Engine, most: int):
+        self._engine, self._most = engine, most
+        self._open: dict[str, Session] = {}  # the least recently used first
+        self._taken: set[str] = set()
+
+    async def take(self, name: str) -> Session:
+        """The session of a name, for one request, until it is given back.
+
+        Raises:
+          HttpError: another request has it, or requests have as many as there may be.
+        """
+        if not 0 < len(name) <= LONGEST_NAME:
+            raise HttpError(
+                400,
+                f"session_id has {len(name)} characters; give from 1 to {LONGEST_NAME}.",
+                param="session_id",
+            )
+        if name in self._taken:
+            raise HttpError(
+                409,
+                f"The session {shown(name)} was given while another request of it has not ended; "
+                "send this one after that, or with another session_id.",
+                param="session_id",
+                code="session_busy",
+                headers={"retry-after": "1"},
+            )
+        session, closed = self._open.pop(name, None), None
+        if session is None:
+            if len(self._taken) >= self._most:
+                raise QueueFullError(
+                    f"A session was given while {self._most} are answering requests, as many as "
+                    "there may be (max_sessions); try again when some have ended."
+                )
+            # With kernels whose bits depend on the width, answers are prefilled once more.
+            session = self._engine.session(reread=not self._engine.row_store.keeps_prompt_bits)
+            if len(self._open) >= self._most:
+                closed = self._open.pop(
+                    next(each for each in self._open if each not in self._taken)
+                )
+        self._open[name] = session
+        self._taken.add(name)
+        if closed is not None:
+            await asyncio.to_thread(closed.close)  # it may wait for a step
+        return session
+
+    def give_back(self, name: str) -> None:
+        """Lets other requests have a session."""
+        self._taken.discard(name)
+
+
 class Service:
-    """What the routes share: the engine, and whether it takes requests.
+    """What the routes share: the engine, its sessions, and whether it takes requests.
 
     Attributes:
       unavailable: why no requests are taken, or None.
@@ -179,6 +241,7 @@ class Service:
             target: Any = engine.target
             self.defaults = SamplingParams.from_generation_config(target)
         self.started_s = int(time.time())
+        self.sessions = Sessions(engine, settings.max_sessions)
         template = settings.chat_template or self.tokenizer.hf.chat_template
         more = {"defaults": repr(self.defaults), "chat_template": repr(template)}
         self.fingerprint = "fp_" + fingerprint(engine, more)

@@ -29,7 +29,10 @@ from jaxspec.serving.http.service import ServerSettings
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 5}
-LIMITS = {"max_body_bytes": 20_000, "max_prompts": 3, "max_n": 4, "header_timeout_s": 1.0}
+LIMITS = {
+    **{"max_body_bytes": 20_000, "max_prompts": 3, "max_n": 4, "header_timeout_s": 1.0},
+    **{"max_sessions": 2, "session_header": "x-session-id"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +102,8 @@ ERRORS = [
     (COMPLETIONS, with_prompt(logit_bias={"9999": 1}), 400, "logit_bias", "vocabulary"),
     (COMPLETIONS, with_prompt(draft_length=99), 400, "draft_length", "from 1 to 3"),
     (COMPLETIONS, with_prompt(stream_options={}), 400, "stream_options", "without stream"),
+    (COMPLETIONS, with_prompt(session_id=""), 400, "session_id", "has 0 characters"),
+    (COMPLETIONS, with_prompt(session_id="a", n=2), 400, "session_id", "with 2 completions"),
     (COMPLETIONS, with_prompt(prompt=[]), 400, "prompt", "empty"),
     (COMPLETIONS, with_prompt(prompt=""), 400, "prompt", "empty"),
     (COMPLETIONS, with_prompt(prompt=["a"] * 4), 400, "prompt", "from 1 to 3"),
@@ -180,6 +185,39 @@ def test_forms_of_prompts_and_what_speculation_did(client, engine):
     assert told["num_draft_tokens"] == counts.num_draft_tokens
     assert sum(told["acceptance_histogram"]) == counts.num_drafts
     assert usage["metrics"]["time_to_first_token_ms"] > 0
+
+
+def test_turns_of_a_session_are_those_without_one_and_reuse_its_kv(client):
+    """Some in the body and some in the header; of three conversations, two are kept."""
+    texts = {name: name * 20 for name in "abc"}
+    cached = []
+    for turn, name in enumerate("ababcba"):
+        in_header = {"x-session-id": name} if turn % 2 else {}
+        body = with_prompt(prompt=texts[name], max_tokens=8, seed=turn, return_token_ids=True)
+        plain = post(client, COMPLETIONS, body).json()
+        if not in_header:
+            body["session_id"] = name
+        found = client.post(COMPLETIONS, json=body, headers=in_header).json()
+        assert found["choices"] == plain["choices"]
+        assert plain["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        texts[name] += found["choices"][0]["text"] + " and"
+    #      a  b  a  b  c (which drops a)  b  a
+    assert cached == [False, False, True, True, False, True, False]
+
+
+def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
+    body, may_run = {**LONG, "session_id": "busy"}, threading.Event()
+    run = engine.executor.programs["run"]
+    monkeypatch.setitem(engine.executor.programs, "run", lambda *a: (may_run.wait(20), run(*a))[1])
+    with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+        refused = post(client, COMPLETIONS, body)
+        may_run.set()
+        assert events(response)
+    assert (refused.status_code, refused.headers["retry-after"]) == (409, "1")
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == ("session_id", "session_busy")
+    assert until(lambda: post(client, COMPLETIONS, body).status_code == 200, limit_s=10)
 
 
 def test_streams_join_to_the_response(client):
@@ -415,7 +453,8 @@ def test_a_fingerprint_without_the_dtype_is_seen(dtype):
 
 def test_settings_are_checked():
     wrong = {"max_n": 0, "write_timeout_s": 0, "generation_config": "all", "cors_origins": "a"}
-    for name, value in {**wrong, "allow_request_template": 1, "chat_template": 2}.items():
+    wrong |= {"allow_request_template": 1, "chat_template": 2, "session_header": 3}
+    for name, value in {**wrong, "max_sessions": 0}.items():
         with pytest.raises(SettingError, match=name):
             ServerSettings(served_model_name="a", **{name: value})
 
