@@ -29,7 +29,7 @@ from jaxspec.requests.prompts import chat_template
 from jaxspec.runtime import signals
 from jaxspec.runtime.documents import json_text, make_document
 from jaxspec.runtime.extras import import_extra
-from jaxspec.runtime.files import read_input
+from jaxspec.runtime.files import decode_text, read_input
 from jaxspec.runtime.options import check_between, check_counts
 from jaxspec.runtime.values import shown, text
 
@@ -65,6 +65,9 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
     between turns. Bodies may have `session_id` instead."""
     max_sessions: int = 64
     """Conversations that are kept; the one that was used least recently is dropped."""
+    system_prompt: pathlib.Path | None = None
+    """A text that many conversations begin with: its KV is computed once, at the start. It adds no
+    message; requests give their own."""
     server_args: str | None = None
     """Limits of the server, as a JSON object, such as `{"max_n": 4, "request_timeout_s": 60}`. They
     are `served_model_name`, `max_body_bytes`, `max_prompts`, `max_n`, `max_connections`,
@@ -97,6 +100,7 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
         named: dict[str, Any] = {"served_model_name": self.target, **given}
         settings = ServerSettings(
             **named,
+            system_prompt=self.read_system_prompt(),
             api_key=self.read_key(),
             session_header=self.session_header,
             max_sessions=self.max_sessions,
@@ -152,6 +156,11 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             **engine_args,
         )
 
+    def read_system_prompt(self) -> str | None:
+        """The text of the common prompt."""
+        path = self.system_prompt
+        return None if path is None else read_text_of("--system-prompt", path, str(path))
+
     def read_key(self) -> str | None:
         """The key, from the option, a file or the environment.
 
@@ -162,19 +171,31 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
         if key is None:
             return None
         if key.startswith("@"):
-            try:
-                key = read_input(pathlib.Path(key[1:])).decode().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise SettingError(
-                    f"--api-key {shown(self.api_key)} was given, and that file cannot be read "
-                    f"({getattr(error, 'strerror', None) or 'it is not UTF-8 text'}); name another."
-                ) from error
+            key = read_text_of("--api-key", pathlib.Path(key[1:]), key)
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise SettingError(
                 "The key is empty, or has other characters than ASCII letters, digits and signs; "
                 "give another."
             )
         return key
+
+
+def read_text_of(option: str, path: pathlib.Path, given: str) -> str:
+    """The text of the file that an option names, without space around it.
+
+    Raises:
+      SettingError: it cannot be read, or is empty.
+    """
+    try:
+        content = decode_text(read_input(path)).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"{option} {shown(given)} was given, and that file cannot be read "
+            f"({getattr(error, 'strerror', None) or 'it is not UTF-8 text'}); name another."
+        ) from error
+    if not content:
+        raise SettingError(f"{option} {shown(given)} was given, and that file is empty; fill it.")
+    return content
 
 
 def is_loopback(host: str) -> bool:

@@ -186,7 +186,7 @@ def make_app(service: Service) -> FastAPI:
             "tokenizer_class": type(hf).__name__,
             "vocab_size": engine.shape.vocab_size,
             "prefix_token_ids": list(service.tokenizer.prefix_token_ids),
-            "chat_template": settings.chat_template or hf.chat_template,
+            "chat_template": service.chat_template,
             **{name: str(token) for name, token in hf.special_tokens_map.items()},
         }
 

@@ -154,7 +154,7 @@ class Server:
         def warm_up() -> None:
             error = None
             try:
-                self.service.engine.warm_up()
+                self.service.prepare()
             except Exception as raised:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the server has ended

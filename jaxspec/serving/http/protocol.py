@@ -297,6 +297,11 @@ def speculation(completions: Sequence[Completion]) -> dict[str, Any]:
             "num_draft_tokens": counts.num_draft_tokens,
         }
     }
+    if all(one.trace is not None for one in completions):
+        rounds = [one.trace.rounds for one in completions if one.trace is not None]
+        metrics["speculative_decoding"]["per_step_accepted"] = [
+            int(number) for each in rounds for number in each.accepted[each.drafted > 0]
+        ]
     times = completions[0].times
     if times is not None and times.first_token_s is not None:
         metrics |= {

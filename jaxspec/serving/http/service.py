@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from jaxspec.runtime.values import (
 )
 from jaxspec.serving.http import protocol
 from jaxspec.serving.http.protocol import ChatBody, CompletionBody, DetokenizeBody
+
+_log = logging.getLogger(__name__)
 
 LIMITS = ("max_body_bytes", "max_prompts", "max_n", "max_connections", "max_sessions")
 LONGEST_NAME = 256  # characters of a session's
@@ -59,6 +62,7 @@ class ServerSettings:
       cors_origins: web pages from which browsers may call.
       session_header: header that names the session of a request, besides `session_id` in its body.
       max_sessions: most sessions that are kept.
+      system_prompt: text that many conversations begin with, whose KV is computed at the start.
 
     Raises:
       SettingError: a value out of range.
@@ -81,6 +85,7 @@ class ServerSettings:
     cors_origins: Sequence[str] = ()
     session_header: str | None = None
     max_sessions: int = 64
+    system_prompt: str | None = None
 
     def __post_init__(self):
         for name in LIMITS:
@@ -92,7 +97,7 @@ class ServerSettings:
         text("served_model_name", self.served_model_name)
         flag("allow_request_template", self.allow_request_template)
         listed("cors_origins", self.cors_origins)
-        for name in ("chat_template", "session_header"):
+        for name in ("chat_template", "session_header", "system_prompt"):
             if getattr(self, name) is not None:
                 text(name, getattr(self, name))
         if self.generation_config not in ("model", "none"):
@@ -242,8 +247,8 @@ class Service:
             self.defaults = SamplingParams.from_generation_config(target)
         self.started_s = int(time.time())
         self.sessions = Sessions(engine, settings.max_sessions)
-        template = settings.chat_template or self.tokenizer.hf.chat_template
-        more = {"defaults": repr(self.defaults), "chat_template": repr(template)}
+        self.chat_template = settings.chat_template or self.tokenizer.hf.chat_template
+        more = {"defaults": repr(self.defaults), "chat_template": repr(self.chat_template)}
         self.fingerprint = "fp_" + fingerprint(engine, more)
         self.unavailable: str | None = "The server is starting: programs are being compiled."
 
@@ -253,6 +258,26 @@ class Service:
         if self.unavailable is None and self.engine.queue.is_closed:
             return "The engine has ended, perhaps because the device does not answer."
         return self.unavailable
+
+    def prepare(self) -> None:
+        """Compiles everything, and prefills the system prompt."""
+        engine, prompt, template = self.engine, self.settings.system_prompt, self.chat_template
+        engine.warm_up()
+        if prompt is None:
+            return
+        is_chat = template is not None
+        num_tokens = engine.cache_prefix(
+            [{"role": "system", "content": prompt}] if is_chat else prompt,
+            chat_template=self.settings.chat_template if is_chat else None,
+        )
+        chunk = engine.shape.prefill_chunk
+        if num_tokens <= chunk and not engine.row_store.keeps_prompt_bits:
+            _log.warning(
+                "the system prompt has %d tokens, and with these kernels only whole chunks of %d "
+                "(prefill_chunk) are reused",
+                num_tokens,
+                chunk,
+            )
 
     def check_model(self, name: str | None) -> None:
         """Raises `HttpError` unless a request names this model, or none."""

@@ -22,7 +22,7 @@ from jaxspec import SamplingParams
 from jaxspec.engine import fingerprint as module
 from jaxspec.engine.fingerprint import fingerprint
 from jaxspec.errors import SettingError
-from jaxspec.serving.http import generation
+from jaxspec.serving.http import generation, protocol
 from jaxspec.serving.http.app import Gate
 from jaxspec.serving.http.service import ServerSettings
 
@@ -206,6 +206,24 @@ def test_turns_of_a_session_are_those_without_one_and_reuse_its_kv(client):
     assert cached == [False, False, True, True, False, True, False]
 
 
+def test_a_system_prompt_is_prefilled_once_and_changes_no_response(other):
+    system = {"role": "system", "content": "Answer in one short sentence, as a sailor would."}
+    body = {**CHAT, "messages": [system, *CHAT["messages"]], "seed": 3}
+    found = []
+    try:
+        for settings in ({}, {"system_prompt": system["content"]}):
+            with served(other, **settings) as (url, _), httpx.Client(base_url=url) as client:
+                found.append(post(client, CHATS, body).json())
+                alone = post(client, CHATS, CHAT).json()
+    finally:
+        other.forget_prefixes()
+    assert found[0]["choices"] == found[1]["choices"]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached[0] == 0 < len(system["content"]) - 16 < cached[1]
+    num_prompt = len("[user] ab\n[assistant]") + 1  # no message is added
+    assert alone["usage"]["prompt_tokens"] == num_prompt
+
+
 def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
     body, may_run = {**LONG, "session_id": "busy"}, threading.Event()
     run = engine.executor.programs["run"]
@@ -218,6 +236,16 @@ def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
     error = refused.json()["error"]
     assert (error["param"], error["code"]) == ("session_id", "session_busy")
     assert until(lambda: post(client, COMPLETIONS, body).status_code == 200, limit_s=10)
+
+
+def test_an_engine_that_traces_tells_each_steps_acceptance():
+    traced = engines.engine("text", "ngram", trace="rounds")
+    done = traced.generate(["abab", "ba"], SamplingParams(max_tokens=30, ignore_eos=True))
+    told = protocol.speculation(done)["speculative_decoding"]
+    steps = told["per_step_accepted"]
+    assert (sum(steps), len(steps)) == (told["num_accepted_draft_tokens"], told["num_spec_steps"])
+    assert max(steps) > 0
+    assert [steps.count(n) for n in range(4)] == told["acceptance_histogram"]
 
 
 def test_streams_join_to_the_response(client):
@@ -453,7 +481,12 @@ def test_a_fingerprint_without_the_dtype_is_seen(dtype):
 
 def test_settings_are_checked():
     wrong = {"max_n": 0, "write_timeout_s": 0, "generation_config": "all", "cors_origins": "a"}
-    wrong |= {"allow_request_template": 1, "chat_template": 2, "session_header": 3}
+    wrong |= {
+        "system_prompt": 4,
+        "allow_request_template": 1,
+        "chat_template": 2,
+        "session_header": 3,
+    }
     for name, value in {**wrong, "max_sessions": 0}.items():
         with pytest.raises(SettingError, match=name):
             ServerSettings(served_model_name="a", **{name: value})
