@@ -24,7 +24,8 @@ from jaxspec.engine.fingerprint import fingerprint
 from jaxspec.errors import SettingError
 from jaxspec.serving.http import generation, protocol
 from jaxspec.serving.http.app import Gate
-from jaxspec.serving.http.service import ServerSettings
+from jaxspec.serving.http.listener import Server, open_listener
+from jaxspec.serving.http.service import ServerSettings, Service
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -300,6 +301,24 @@ def test_what_the_server_says_about_itself(client, engine):
         f'jaxspec:requests_total{{engine="0",model_name="{MODEL}"}} {before + 1}.0',
     ):
         assert line in metrics
+
+
+def test_health_says_why_while_programs_are_compiled(other, monkeypatch):
+    service, may_end = Service(other, ServerSettings(served_model_name=MODEL)), threading.Event()
+    monkeypatch.setattr(service, "prepare", lambda: may_end.wait(20))
+    listener = open_listener("127.0.0.1", 0)
+    url, server = f"http://127.0.0.1:{listener.getsockname()[1]}", Server(service, listener)
+    thread = threading.Thread(target=server.run)
+    with other.driven():
+        thread.start()
+        refused = [httpx.get(url + "/health"), httpx.post(url + COMPLETIONS, json=LONG)]
+        may_end.set()
+        assert until(lambda: httpx.get(url + "/health").status_code == 200)
+        server.drain()
+        thread.join(60)
+    for response in refused:
+        assert response.status_code == 503
+        assert "programs are being compiled" in response.json()["error"]["message"]
 
 
 def test_a_full_queue_is_refused_at_once(client, engine, is_slow):
