@@ -552,11 +552,11 @@ def first_tokens(found):
 def streams(found):
     names = "lag_p99_ms", "gap_p50_ms", "gap_p99_ms", "first_p50_ms"
     header = ["who steps", "`rounds_per_piece`", "lag p99", "gap p50", "gap p99", "first token p50"]
-    rows = [
-        [run["who"], str(run["rounds_per_piece"]), *(f"{run[name]:.1f} ms" for name in names)]
-        + [f"{run['tokens_per_s']:.0f}"]
-        for run in found["results"]
-    ]
+    rows = []
+    for run in found["results"]:
+        figures = (f"{run[name]:.1f} ms" for name in names)
+        setting = run["who"], str(run["rounds_per_piece"])
+        rows.append([*setting, *figures, f"{run['tokens_per_s']:.0f}"])
     return [*header, "tokens/s"], rows
 
 
