@@ -201,24 +201,28 @@ class Sessions:
                 code="session_busy",
                 headers={"retry-after": "1"},
             )
-        session, closed = self._open.pop(name, None), None
-        if session is None:
-            if len(self._taken) >= self._most:
-                raise QueueFullError(
-                    f"A session was given while {self._most} are answering requests, as many as "
-                    "there may be (max_sessions); try again when some have ended."
-                )
-            # With kernels whose bits depend on the width, answers are prefilled once more.
-            session = self._engine.session(reread=not self._engine.row_store.keeps_prompt_bits)
-            if len(self._open) >= self._most:
-                closed = self._open.pop(
-                    next(each for each in self._open if each not in self._taken)
-                )
-        self._open[name] = session
+        if name not in self._open and len(self._taken) >= self._most:
+            raise QueueFullError(
+                f"A session was given while {self._most} are answering requests, as many as there "
+                "may be (max_sessions); try again when some have ended."
+            )
         self._taken.add(name)
-        if closed is not None:
-            await asyncio.to_thread(closed.close)  # it may wait for a step
+        try:
+            # In threads, because they may compile something, or wait for a step.
+            session = self._open.pop(name, None) or await asyncio.to_thread(self._make)
+            self._open[name] = session
+            while len(self._open) > self._most:
+                idle = next(each for each in self._open if each not in self._taken)
+                await asyncio.to_thread(self._open.pop(idle).close)
+        except BaseException:
+            self._taken.discard(name)
+            raise
         return session
+
+    def _make(self) -> Session:
+        """A session; with kernels whose bits depend on the width, answers are prefilled once more,
+        so that a turn is what it would be without one."""
+        return self._engine.session(reread=not self._engine.row_store.keeps_prompt_bits)
 
     def give_back(self, name: str) -> None:
         """Lets other requests have a session."""
