@@ -551,6 +551,34 @@ def first_tokens(found):
     return ["history", *names], rows
 
 
+@of("streams-cpu.json")
+def streams(found):
+    names = "lag_p99_ms", "gap_p50_ms", "gap_p99_ms", "first_p50_ms"
+    header = ["who steps", "`rounds_per_piece`", "lag p99", "gap p50", "gap p99", "first token p50"]
+    rows = []
+    for run in found["results"]:
+        figures = (f"{run[name]:.1f} ms" for name in names)
+        setting = run["who"], str(run["rounds_per_piece"])
+        rows.append([*setting, *figures, f"{run['tokens_per_s']:.0f}"])
+    return [*header, "tokens/s"], rows
+
+
+@of("vllm-bench-cpu.json")
+def vllm_bench(found):
+    header = ["clients", "output tokens/s", "TTFT p50, p99", "gap of pieces p50", "acceptance"]
+    rows = [
+        [
+            str(run["num_clients"]),
+            f"{run['output_throughput']:.1f}",
+            f"{run['median_ttft_ms']:.0f}, {run['p99_ttft_ms']:.0f} ms",
+            f"{run['median_itl_ms']:.0f} ms",
+            f"{run['spec_decode_acceptance_rate']:.1f} %",
+        ]
+        for run in found["results"]
+    ]
+    return header, rows
+
+
 @of("schedulers-cpu.json")
 def rounds_of_schedulers(found):
     def run(name, size):

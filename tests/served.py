@@ -6,8 +6,8 @@ import contextlib
 import threading
 import time
 
-from jaxspec.serving.http.app import ServerSettings, Service
 from jaxspec.serving.http.listener import Server, open_listener
+from jaxspec.serving.http.service import ServerSettings, Service
 
 MODEL = "served"
 

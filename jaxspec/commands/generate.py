@@ -7,6 +7,7 @@ import functools
 import hashlib
 import json
 import pathlib
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -114,6 +115,9 @@ class GenerateCommand(
     """For questions with several turns. first: ask only the first; all: ask them one after another,
     in a session that keeps the KV, and write each answer. Without --chat, turns are joined as lines
     of text."""
+    shard: str | None = None
+    """I/N decodes only part I of N of the prompts, from 1/N to N/N. The parts' outputs, one after
+    another, are the lines of the whole: ids and seeds come from the prompt's number in the file."""
     resume: bool = False
     """Continue an interrupted output file; the result equals that of an uninterrupted run."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
@@ -134,6 +138,7 @@ class GenerateCommand(
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
+        self._part_of(len(lines))
         encode = self._encoder(lines)
         self._check_output(lines)
         self._check_trace()
@@ -153,10 +158,12 @@ class GenerateCommand(
         started_s = time.perf_counter()
         target = self.load(self.target)
         encode = functools.partial(encode, model=target)
+        part, num_lines = self._part_of(len(lines)), len(lines)
+        lines = lines[part]
         encoded = encode(lines, max_prompt_tokens=self.max_prompt_tokens)
         with working("loading the drafter"):
             drafter = make_drafter(target) if make_drafter is not None else None
-        engine = self._engine(target, drafter, num_requests=len(lines) * self.n)
+        engine = self._engine(target, drafter, num_requests=num_lines * self.n)
         if self.generation_config:
             params = SamplingParams.from_generation_config(target, **self.given_sampling())
         else:
@@ -164,10 +171,11 @@ class GenerateCommand(
         num_prompts = len(lines)
         requests = make_requests(
             encoded,
-            self.with_seeds(params, num_prompts),
+            self.with_seeds(params, num_lines)[part],
             target,
             longest=engine.longest_prompt,
             names=[line.name for line in lines],
+            first=part.start,
         )
         # From here on there is one line, prompt and request per completion.
         lines = [line for line in lines for _ in range(params.n)]
@@ -178,6 +186,7 @@ class GenerateCommand(
                 format=self.format,
                 model_name=target.name,
                 settings=_settings_digest(engine, params, self.format),
+                first=part.start * params.n,
             )
             num_done = file.continue_with([request.prompt_token_ids for request in requests])
         load_s = time.perf_counter() - started_s
@@ -233,6 +242,18 @@ class GenerateCommand(
         digest = hashlib.sha256(self.prompt.encode()).hexdigest()
         return [PromptLine(prompt=self.prompt)], {"--prompt": digest}
 
+    def _part_of(self, num_lines: int) -> slice:
+        """Which of the prompts this run decodes."""
+        if self.shard is None:
+            return slice(0, num_lines)
+        found = re.fullmatch(r"(\d{1,9})/(\d{1,9})", self.shard, re.ASCII)
+        index, number = map(int, found.groups()) if found else (0, 0)
+        if not 1 <= index <= number:
+            raise SettingError(
+                f"--shard {self.shard} was given; give I/N, part I of N, such as 1/4."
+            )
+        return slice((index - 1) * num_lines // number, index * num_lines // number)
+
     def _check_sampling(self) -> None:
         """Raises unless the sampling options are in range, as far as that can be checked without a
         model."""
@@ -252,6 +273,7 @@ class GenerateCommand(
             return
         reasons = {
             "--resume": (self.resume, "later prompts depend on the answers before them"),
+            "--shard": (self.shard is not None, "lines are numbered as they are answered"),
             "--n": (self.n > 1, "only one answer can be continued"),
             "--max-prompt-tokens": (self.max_prompt_tokens is not None, "it would cut the chat"),
             "--format spec-bench": (self.format == "spec-bench", "its lines hold one answer here"),

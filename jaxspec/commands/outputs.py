@@ -78,12 +78,14 @@ class OutputFile:
       format: `jsonl` or `spec-bench`.
       model_name: for Spec-Bench's `model_id`.
       settings: digest of the settings that the outputs depend on.
+      first: index of the first line, if it is a shard.
     """
 
     path: pathlib.Path
     format: str
     model_name: str
     settings: str
+    first: int = 0
 
     def continue_with(self, prompts: Sequence[tuple[int, ...]]) -> int:
         """Number of finished lines, one per prompt (a prompt with several completions has as many
@@ -151,7 +153,7 @@ class OutputFile:
             raise cannot_write(self.path, error, advice) from error
 
     def _note(self, index: int, prompt: Sequence[int]) -> dict[str, Any]:
-        return {"index": index, "prompt": _digest(prompt), "settings": self.settings}
+        return {"index": self.first + index, "prompt": _digest(prompt), "settings": self.settings}
 
 
 def _is_json(line: bytes) -> bool:

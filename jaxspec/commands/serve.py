@@ -29,7 +29,7 @@ from jaxspec.requests.prompts import chat_template
 from jaxspec.runtime import signals
 from jaxspec.runtime.documents import json_text, make_document
 from jaxspec.runtime.extras import import_extra
-from jaxspec.runtime.files import read_input
+from jaxspec.runtime.files import decode_text, read_input
 from jaxspec.runtime.options import check_between, check_counts
 from jaxspec.runtime.values import shown, text
 
@@ -60,6 +60,14 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
     draft_length: DraftLength | None = None
     """Tokens drafted per round (for a tree: nodes); default: the number of nodes of the drafter's
     tree, or 4. `auto` chooses while decoding."""
+    session_header: str | None = None
+    """Header that names the conversation of a request, such as `x-session-id`; its KV is kept
+    between turns. Bodies may have `session_id` instead."""
+    max_sessions: int = 64
+    """Conversations that are kept; the one that was used least recently is dropped."""
+    system_prompt: pathlib.Path | None = None
+    """A text that many conversations begin with: its KV is computed once, at the start. It adds no
+    message; requests give their own."""
     server_args: str | None = None
     """Limits of the server, as a JSON object, such as `{"max_n": 4, "request_timeout_s": 60}`. They
     are `served_model_name`, `max_body_bytes`, `max_prompts`, `max_n`, `max_connections`,
@@ -69,18 +77,18 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
 
     def run(self, console: Console) -> dict[str, Any]:
         """Serves; returns the JSON document."""
-        check_counts(self, "batch_size", "max_length")
+        check_counts(self, "batch_size", "max_length", "max_sessions")
         check_between("--port", self.port, 0, 2**16 - 1)
         if self.draft_length not in (None, "auto"):
             check_draft_length(self.draft_length, None)
         for module in ("fastapi", "uvicorn", "prometheus_client"):
             import_extra(module, "jaxspec serve", extra="serve")
-        from jaxspec.serving.http.app import ServerSettings, Service
         from jaxspec.serving.http.listener import Server, open_listener
+        from jaxspec.serving.http.service import ServerSettings, Service
 
         given = settings_of(self, "server_args")
         max_logprobs = given.pop("max_logprobs", 5)
-        names = {field.name for field in dataclasses.fields(ServerSettings)} - {"api_key"}
+        names = {field.name for field in dataclasses.fields(ServerSettings)} - {*vars(self)}
         if unknown := [name for name in given if name not in names]:
             raise SettingError(
                 f"{unknown[0]!r} was given in --server-args, which take max_logprobs, "
@@ -90,7 +98,13 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             name = text("chat_template", given["chat_template"], "`vicuna`, or the name of a file")
             given["chat_template"] = chat_template(name)
         named: dict[str, Any] = {"served_model_name": self.target, **given}
-        settings = ServerSettings(**named, api_key=self.read_key())
+        settings = ServerSettings(
+            **named,
+            system_prompt=self.read_system_prompt(),
+            api_key=self.read_key(),
+            session_header=self.session_header,
+            max_sessions=self.max_sessions,
+        )
         self.given_engine()  # raises what is wrong
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         if settings.api_key is None and not is_loopback(self.host):
@@ -142,6 +156,11 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             **engine_args,
         )
 
+    def read_system_prompt(self) -> str | None:
+        """The text of the common prompt."""
+        path = self.system_prompt
+        return None if path is None else read_text_of("--system-prompt", path, str(path))
+
     def read_key(self) -> str | None:
         """The key, from the option, a file or the environment.
 
@@ -152,19 +171,31 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
         if key is None:
             return None
         if key.startswith("@"):
-            try:
-                key = read_input(pathlib.Path(key[1:])).decode().strip()
-            except (OSError, UnicodeDecodeError) as error:
-                raise SettingError(
-                    f"--api-key {shown(self.api_key)} was given, and that file cannot be read "
-                    f"({getattr(error, 'strerror', None) or 'it is not UTF-8 text'}); name another."
-                ) from error
+            key = read_text_of("--api-key", pathlib.Path(key[1:]), key)
         if not key or not key.isascii() or not key.isprintable() or " " in key:
             raise SettingError(
                 "The key is empty, or has other characters than ASCII letters, digits and signs; "
                 "give another."
             )
         return key
+
+
+def read_text_of(option: str, path: pathlib.Path, given: str) -> str:
+    """The text of the file that an option names, without space around it.
+
+    Raises:
+      SettingError: it cannot be read, or is empty.
+    """
+    try:
+        content = decode_text(read_input(path)).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SettingError(
+            f"{option} {shown(given)} was given, and that file cannot be read "
+            f"({getattr(error, 'strerror', None) or 'it is not UTF-8 text'}); name another."
+        ) from error
+    if not content:
+        raise SettingError(f"{option} {shown(given)} was given, and that file is empty; fill it.")
+    return content
 
 
 def is_loopback(host: str) -> bool:

@@ -55,6 +55,7 @@ class ServingSettings(TypedDict, total=False):
     batch_size: int
     max_length: int
     prefill_chunk: int
+    budget_bytes: int | None
 
 
 class EngineSettings(ServingSettings, total=False):
@@ -65,7 +66,6 @@ class EngineSettings(ServingSettings, total=False):
     draft_length: DraftLength | None
     exactness: Exactness
     tree_depth: int | None
-    budget_bytes: int | None
     rounds_per_sync: int
     rounds_per_piece: int
     max_queue: int

@@ -42,6 +42,7 @@ def make_requests(
     chat_template: str | None = None,
     chat_template_kwargs: Mapping[str, Any] | None = None,
     names: Sequence[str] | None = None,
+    first: int = 0,
 ) -> list[Request]:
     """Requests named `0, 1, ...` for prompts given as text, token ids or chat messages; with `n`
     above 1 `0-0, 0-1, ...`.
@@ -54,6 +55,7 @@ def make_requests(
       chat_template: Jinja template for messages instead of the tokenizer's own.
       chat_template_kwargs: further variables of the template.
       names: of the prompts in error messages; default `Prompt 0`, `Prompt 1`, ...
+      first: number of the first prompt.
 
     Raises:
       PromptError: a prompt is empty, too long, outside the vocabulary, or needs a tokenizer or a
@@ -81,7 +83,7 @@ def make_requests(
                 "output with; give stop_token_ids instead."
             )
         one.check_token_ids(name, model)
-        requests.extend(_samples(str(index), ids, one))
+        requests.extend(_samples(str(first + index), ids, one))
     return requests
 
 

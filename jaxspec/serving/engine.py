@@ -54,6 +54,7 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, ServingSettings, make_parts
 from jaxspec.engine.executor import Executor
+from jaxspec.engine.memory import fit_rows
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
@@ -80,6 +81,7 @@ class Prefilled(struct.PyTreeNode, kw_only=True):
       drafter: the drafter's state for one row.
       request: static; its `params` hold the seed of a sampled request.
       shape: static, the shape of the engine, with one row.
+      num_updates: static, how often `update_params` had replaced the engine's weights.
     """
 
     admission: Admission
@@ -87,6 +89,22 @@ class Prefilled(struct.PyTreeNode, kw_only=True):
     drafter: PyTree
     request: Request = struct.field(pytree_node=False)
     shape: EngineShape = struct.field(pytree_node=False)
+    num_updates: int = struct.field(pytree_node=False, default=0)
+
+
+class ServingState(DecodeState, kw_only=True):
+    """The rows of a batch, and the number of the weights that wrote their KV.
+
+    Attributes:
+      num_updates: static, how often `update_params` had replaced the engine's weights.
+    """
+
+    num_updates: int = struct.field(pytree_node=False)
+
+    @property
+    def rows(self) -> DecodeState:
+        """The rows without the number, as programs take them."""
+        return DecodeState(**{name: getattr(self, name) for name in DecodeState.__annotations__})
 
 
 class StepResult(struct.PyTreeNode, kw_only=True):
@@ -129,8 +147,12 @@ class ServingEngine:
       drafter: what proposes tokens; None decodes plainly, one token per step.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
         number of nodes, or 4.
-      settings: `verifier`, `verify_length`, `batch_size`, `max_length` and `prefill_chunk`, as in
-        `EngineConfig`. Each `Prefilled` has `max_length` slots.
+      settings: `verifier`, `verify_length`, `batch_size`, `max_length`, `prefill_chunk` and
+        `budget_bytes`, as in `EngineConfig`. Each `Prefilled` has `max_length` slots, which the
+        budget does not count.
+
+    Attributes:
+      num_updates: how often `update_params` has replaced weights.
 
     Raises:
       SettingError: a setting out of range.
@@ -169,7 +191,9 @@ class ServingEngine:
         target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
         parts = make_parts(target, drafter, config)
-        self.target = parts.target
+        if config.budget_bytes is not None:
+            parts = fit_rows(parts, config.budget_bytes)
+        self.target, self.num_updates = parts.target, 0
         warn_of_long_rows(target, drafter, config.max_length)
         self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)
@@ -224,9 +248,27 @@ class ServingEngine:
         programs = {self.programs[name]: each for name, each in arguments.items()}
         return compilation.warm_up(programs, on_program)
 
-    def init_decode_state(self) -> DecodeState:
+    def update_params(self, *, target: PyTree | None = None, draft: PyTree | None = None) -> None:
+        """Replaces the weights of the target, the draft model or both, as `Engine.update_params`
+        does; nothing is recompiled. States and prompts of older weights are refused from now on. An
+        engine that prefills for another must be given as many updates.
+
+        Raises:
+          SettingError: a pytree of another structure, shape or dtype, or arrays that were deleted.
+        """
+        self._batch.update_params(target=target, drafter=draft)
+        # In this order: a prompt that is being prefilled meanwhile counts as of the old weights.
+        self.params = self._row.params = self._batch.params
+        self.num_updates += 1
+        self.target = self._batch.target
+
+    def init_decode_state(self) -> ServingState:
         """A state in which every row of the batch is empty."""
-        return self.programs["init"]()
+        return self._numbered(self.programs["init"]())
+
+    def _numbered(self, rows: DecodeState) -> ServingState:
+        fields = {name: getattr(rows, name) for name in DecodeState.__annotations__}
+        return ServingState(**fields, num_updates=self.num_updates)
 
     def prefill(
         self,
@@ -256,6 +298,7 @@ class ServingEngine:
           SettingError: a parameter out of range, or one that this engine does not support: stop
             strings, `n`, log-probabilities.
         """
+        number, weights = self.num_updates, self.params
         params = as_sampling_params(params)
         _refuse_host_settings(params)
         request = self._make_request(prompt, params, chat_template, chat_template_kwargs)
@@ -268,31 +311,33 @@ class ServingEngine:
             check_draft_length(draft_length, self.shape.verify_length, advice=LONGER_DRAFTS)
         admission = make_admission(request, self._batch.parts, draft_length=draft_length)
         programs = self.programs
-        state = programs["admit_row"](self.params, programs["init_row"](), ALONE, admission)
+        state = programs["admit_row"](weights, programs["init_row"](), ALONE, admission)
         first = range(0, len(request.prompt_token_ids) - 1, self.shape.prefill_chunk)
         for rows, starts in self._row.prefill_calls((0, start) for start in first):
-            state = programs["prefill"](self.params, state, rows, starts)
+            state = programs["prefill"](weights, state, rows, starts)
         return Prefilled(
             admission=admission,
             cache=state.cache,
             drafter=state.drafter,
             request=request,
             shape=self._row.shape,
+            num_updates=number,
         )
 
-    def insert(self, prefilled: Prefilled, state: DecodeState, row: int) -> DecodeState:
+    def insert(self, prefilled: Prefilled, state: ServingState, row: int) -> ServingState:
         """`state` (donated) with the prompt in `row`, to be decoded from the next round on.
 
         Copies the live blocks of its KV on the device. A previous request in `row` need not be
         cleared, because nothing of it is read.
 
         Raises:
-          SettingError: there is no such row, an engine with another shape prefilled the prompt, or
-            the state was donated before.
+          SettingError: there is no such row, an engine with another shape prefilled the prompt, the
+            prompt or the state is of older weights, or the state was donated before.
         """
         row = self._check_row(row)
         check_kind("prefilled", prefilled, Prefilled, "what prefill returned")
-        _check_state(state)
+        rows = self._rows(state)
+        self._check_number(prefilled, "prompt", "prefill it again")
         parts = (prefilled.admission, prefilled.cache, prefilled.drafter)
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
@@ -302,28 +347,53 @@ class ServingEngine:
             )
         if self._batch.home is not None:
             parts = jax.device_put(parts, self._batch.home)  # no copy if it is there already
-        return self.programs["insert"](self.params, state, np.int32(row), *parts)
+        rows = self.programs["insert"](self.params, rows, np.int32(row), *parts)
+        return self._numbered(rows)
 
-    def generate(self, state: DecodeState) -> tuple[DecodeState, StepResult]:
+    def generate(self, state: ServingState) -> tuple[ServingState, StepResult]:
         """`state` (donated) after one round, and what the round did. Does not wait for the device:
         fetch the result with `jax.device_get`. If no row is running, the target is not called.
 
         Raises:
-          SettingError: this is not a state, or it was donated before.
+          SettingError: this is not a state, it is of older weights, or it was donated before.
         """
-        _check_state(state)
-        return self.programs["generate"](self.params, state, ONE)
+        rows, result = self.programs["generate"](self.params, self._rows(state), ONE)
+        return self._numbered(rows), result
 
-    def free(self, state: DecodeState, row: int) -> DecodeState:
+    def free(self, state: ServingState, row: int) -> ServingState:
         """`state` (donated) with `row` empty; a request that is running there is cancelled. A row
         that has ended need not be freed before the next `insert`.
 
         Raises:
-          SettingError: there is no such row, or the state was donated before.
+          SettingError: there is no such row, the state is of older weights, or it was donated
+            before.
         """
         row = self._check_row(row)
-        _check_state(state)
-        return self.programs["free"](state, np.int32(row))
+        return self._numbered(self.programs["free"](self._rows(state), np.int32(row)))
+
+    def _rows(self, state: ServingState) -> DecodeState:
+        """The rows of a state, as programs take them.
+
+        Raises:
+          SettingError: it is none of this engine's present weights, or a call has taken over its
+            arrays; within a caller's own `jit` JAX keeps account of that.
+        """
+        check_kind("state", state, ServingState, "a state of this engine")
+        leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer)]
+        if any(leaf.is_deleted() for leaf in leaves):
+            raise SettingError(
+                "A state was given that an earlier call of insert, generate or free has taken over "
+                "(donated); use the state that this call returned."
+            )
+        self._check_number(state, "state", "begin another with init_decode_state()")
+        return state.rows
+
+    def _check_number(self, given: Prefilled | ServingState, what: str, advice: str) -> None:
+        if given.num_updates != self.num_updates:
+            raise SettingError(
+                f"A {what} was given whose KV is that of weights number {given.num_updates}, and "
+                f"the engine has number {self.num_updates} (update_params); {advice}."
+            )
 
     def _make_request(
         self,
@@ -391,18 +461,6 @@ class ServingEngine:
             num_accepted=counts.num_accepted_tokens,
         )
         return state, result
-
-
-def _check_state(state: DecodeState) -> None:
-    """Raises `SettingError` unless this is a state, whose arrays no call has taken over; within a
-    caller's own `jit` JAX keeps account of that."""
-    check_kind("state", state, DecodeState, "a state of this engine")
-    leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer)]
-    if any(leaf.is_deleted() for leaf in leaves):
-        raise SettingError(
-            "A state was given that an earlier call of insert, generate or free has taken over "
-            "(donated); use the state that this call returned."
-        )
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:

@@ -131,6 +131,29 @@ def test_settings_as_json(cli, models, prompts, whole):
     assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
 
 
+@pytest.mark.parametrize("number", [2, 6])
+def test_shards_joined_are_the_whole(cli, models, prompts, whole, tmp_path, number):
+    """Of six shards of five prompts one is empty. Sampled too, where seeds can be seen."""
+    outputs = []
+    for more in ((), ("--temperature", 1, "--n", 2, "--seed", 5)):
+        args = ("generate", *settings(models), "--prompts", prompts, *more, "--json")
+        parts = []
+        for index in range(1, number + 1):
+            parts.append(tmp_path / f"{len(outputs)}-{index}.jsonl")
+            result = cli(*args, "--output", parts[-1], "--shard", f"{index}/{number}")
+            assert result.status == 0, result.err
+        outputs.append(b"".join(part.read_bytes() for part in parts))
+    assert outputs[0] == whole.read_bytes()
+    path = tmp_path / "whole.jsonl"
+    assert cli(*args, "--output", path).status == 0
+    assert outputs[1] == path.read_bytes()
+    last = parts[-1]
+    last.write_bytes(last.read_bytes()[:-20])
+    result = cli(*args, "--output", last, "--shard", f"{number}/{number}", "--resume")
+    assert result.status == 0, result.err
+    assert b"".join(part.read_bytes() for part in parts) == path.read_bytes()
+
+
 def test_interrupted_run_keeps_its_lines_and_resumes(
     cli, models, prompts, whole, tmp_path, monkeypatch
 ):
@@ -611,6 +634,10 @@ REFUSED = {
     "--trace t.parquet --output o --resume": "with --resume",
     "--trace t.parquet --output ./t.parquet": "give each a file of its own",
     "--turns all --n 2 --temperature 1": "was given with --turns all",
+    "--shard 0/2": "--shard 0/2 was given; give I/N",
+    "--shard 3/2": "--shard 3/2 was given; give I/N",
+    "--shard 2": "--shard 2 was given; give I/N",
+    "--turns all --shard 1/2": "was given with --turns all",
     "--turns all --max-prompt-tokens 9": "was given with --turns all",
     "--turns all --output x --resume": "was given with --turns all",
     """--turns all --engine-args '{"layout": "aligned"}'""": "was given with --turns all",

@@ -48,7 +48,7 @@ COMMANDS = {
         f"bench {name}"
         for name in (
             "predict", "program", "schedulers", "verifiers", "drafters", "memory", "sessions",
-            "kernels", "kv", "forward", "prefill", "compile-time",
+            "kernels", "kv", "forward", "prefill", "streams", "compile-time",
         )
     ),
 }  # fmt: skip

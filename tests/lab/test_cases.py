@@ -113,6 +113,19 @@ def test_gaps_of_a_stream_are_reported_by_chunk_size(tmp_path, monkeypatch):
     assert not {"json", "out"} & set(document["config"])
 
 
+@pytest.mark.slow
+def test_an_event_loop_with_many_streams_is_timed(tmp_path, monkeypatch):
+    monkeypatch.setattr(cases, "NUM_STREAMS", 10)
+    monkeypatch.setattr(cases, "STREAM_TOKENS", 12)
+    target = str(tiny.save(tmp_path, "target", text=tiny.tokenizer()))
+    results = run(cases.streams(target=target, draft=target, repeats=1))[0]["results"]
+    assert [found["rounds_per_piece"] for found in results] == [4, 4, 2, 1]
+    assert [found["who"] for found in results] == ["callers", *["a driver"] * 3]
+    for found in results:
+        for name in ("lag", "gap", "first"):
+            assert 0 < found[f"{name}_p50_ms"] <= found[f"{name}_p99_ms"] <= found[f"{name}_max_ms"]
+
+
 def test_a_second_turn_prefills_only_what_is_new(monkeypatch):
     monkeypatch.setattr(cases, "ANSWER_TOKENS", 20)
     monkeypatch.setattr(cases, "ADDED_TOKENS", 9)

@@ -22,7 +22,10 @@ from jaxspec import DraftModel, Engine, NGram, Oracle, Rejection, SamplingParams
 from jaxspec.cache import pages as kv
 from jaxspec.cache.pages import BLOCK, copy_row, init_cache, read_slots, write
 from jaxspec.decode import state as decode_state
+from jaxspec.decode.loop import DecodeLoop
 from jaxspec.drafters.base import Drafter
+from jaxspec.engine.config import EngineConfig, make_parts
+from jaxspec.engine.memory import bytes_of
 from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
@@ -406,9 +409,9 @@ def test_the_state_is_donated_and_no_cache_is_copied(engine_of, requests, name):
     row, params, programs = np.int32(1), engine.params, engine.programs
     num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(state.cache.layers))
     for lowered, most in (
-        (programs["insert"].lower(params, state, row, *parts), 8192),
-        (programs["generate"].lower(params, state, row), num_bytes),
-        (programs["free"].lower(state, row), 8192),
+        (programs["insert"].lower(params, state.rows, row, *parts), 8192),
+        (programs["generate"].lower(params, state.rows, row), num_bytes),
+        (programs["free"].lower(state.rows, row), 8192),
     ):
         memory = lowered.compile().memory_analysis()
         assert memory.alias_size_in_bytes >= num_bytes
@@ -520,6 +523,46 @@ def test_a_donated_state_is_refused(engine_of):
     state, _ = engine.generate(state)
     jax.eval_shape(lambda state: engine.free(state, 0), state)  # in a program of the caller's
     engine.free(state, 0)
+
+
+def test_new_weights_and_what_is_left_of_the_old_ones(target, draft, requests, expected):
+    engine = ServingEngine(target, draft, **SHAPE)
+    state, prefilled = engine.init_decode_state(), engine.prefill(*requests[0])
+    other = toy.model(seed=3)
+    engine.update_params(target=other.params)
+    assert engine.num_updates == 1
+    for call in (
+        lambda: engine.insert(engine.prefill([1, 2]), state, 1),
+        lambda: engine.generate(state),
+        lambda: engine.free(state, 0),
+        lambda: engine.insert(prefilled, engine.init_decode_state(), 0),
+    ):
+        with pytest.raises(SettingError, match="weights number 0, and the engine has number 1"):
+            call()
+    assert not state.finish.is_deleted()
+    new = completions_of(Engine(other, draft, **SHAPE), requests)
+    assert tokens_of(serve(engine, requests, seed=1)) == tokens_of(new) != tokens_of(expected)
+    engine.update_params(target=target.params)
+    assert tokens_of(serve(engine, requests, seed=2)) == tokens_of(expected)
+    compiled = (engine.programs[name].num_compilations() for name in ("insert", "generate"))
+    assert set(compiled) == {1}
+
+
+def test_a_budget_lowers_the_number_of_rows(target):
+    whole = ServingEngine(target, NGram(), **SHAPE)
+    budget = fit_bytes(target, 2)
+    fewer = ServingEngine(target, NGram(), **SHAPE, budget_bytes=budget)
+    assert (whole.shape.batch_size, fewer.shape.batch_size) == (3, 2)
+    state = fewer.insert(fewer.prefill([1, 2, 3]), fewer.init_decode_state(), 1)
+    assert jax.device_get(fewer.generate(state)[1].num_new)[1] >= 1
+    with pytest.raises(SettingError, match="budget"):
+        ServingEngine(target, NGram(), **SHAPE, budget_bytes=1000)
+
+
+def fit_bytes(target, batch_size):
+    """What an engine of so many rows takes."""
+    config = EngineConfig(scheduler="static", **SHAPE | {"batch_size": batch_size})
+    return bytes_of(DecodeLoop(make_parts(target, NGram(), config))).total_bytes
 
 
 def test_docstring_example():

@@ -6,6 +6,8 @@ To add one, add a function (docs/adding-a-bench.md). What is compared runs in al
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -360,6 +362,91 @@ def _arrival(engine: Engine) -> dict[str, float]:
         "longest_gap_ms": max(after),
         "first_token_ms": 1e3 * first_token_s,
     }
+
+
+NUM_STREAMS, STREAM_TOKENS = 24, 64
+STREAMS: Columns = {
+    "who steps": "{who}",
+    "rounds\nper piece": "{rounds_per_piece}",
+    "lag p50\nms": "{lag_p50_ms:.1f}",
+    "lag p99\nms": "{lag_p99_ms:.1f}",
+    "lag max\nms": "{lag_max_ms:.1f}",
+    "gap p50\nms": "{gap_p50_ms:.1f}",
+    "gap p99\nms": "{gap_p99_ms:.1f}",
+    "first token\np50 ms": "{first_p50_ms:.0f}",
+    "tokens/s": "{tokens_per_s:.0f}",
+}
+
+
+@case("streams", {"results": ("an event loop with 24 streams", STREAMS)})
+def streams(
+    target: str = "demo-target", draft: str = "demo-draft", repeats: int = 5
+) -> dict[str, Any]:
+    """Time how late an event loop with 24 streams is, and the gaps between their pieces, by who
+    steps the engine and by the rounds per piece.
+
+    Args:
+      target: Any model that `load_model` takes.
+      draft: Its draft model, named in the same way.
+      repeats: Turns of each setting; the figures are their medians.
+    """
+    model, drafter = load_packed(target), DraftModel(load_packed(draft))
+    engines = {
+        setting: Engine(
+            model, drafter, draft_length="auto", max_length=1024, rounds_per_piece=setting[1]
+        )
+        for setting in (("callers", 4), ("a driver", 4), ("a driver", 2), ("a driver", 1))
+    }
+    found: dict[tuple[str, int], list[dict[str, float]]] = {setting: [] for setting in engines}
+    for engine in engines.values():
+        engine.warm_up()
+    for turn in range(repeats + 1):
+        for (who, rounds), engine in engines.items():
+            with engine.driven() if who == "a driver" else contextlib.nullcontext():
+                seen = asyncio.run(_many_streams(engine))
+            if turn:
+                found[who, rounds].append(seen)
+    return {
+        "results": [
+            {"who": who, "rounds_per_piece": rounds}
+            | {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
+            for (who, rounds), turns in found.items()
+        ]
+    }
+
+
+async def _many_streams(engine: Engine) -> dict[str, float]:
+    """What an event loop sees of streams that begin one after another."""
+    lags: list[float] = []
+    gaps: list[float] = []
+    firsts: list[float] = []
+    params = SamplingParams(max_tokens=STREAM_TOKENS, ignore_eos=True)
+
+    async def tick() -> None:
+        while True:
+            started_s = time.perf_counter()
+            await asyncio.sleep(0.002)
+            lags.append(time.perf_counter() - started_s - 0.002)
+
+    async def read(index: int, prompt: list[int]) -> None:
+        await asyncio.sleep(0.02 * index)
+        begun_s, last_s = time.perf_counter(), 0.0
+        async for _ in engine.astream(prompt, params):
+            now_s = time.perf_counter()
+            (gaps if last_s else firsts).append(now_s - (last_s or begun_s))
+            last_s = now_s
+
+    prompts = random_prompts(engine.target, NUM_STREAMS, 200)
+    ticking, started_s = asyncio.ensure_future(tick()), time.perf_counter()
+    await asyncio.gather(*(read(index, prompt) for index, prompt in enumerate(prompts)))
+    whole_s = time.perf_counter() - started_s
+    ticking.cancel()
+    figures = {"lag": lags, "gap": gaps, "first": firsts}
+    return {
+        f"{name}_p{q}_ms" if q < 100 else f"{name}_max_ms": 1e3 * float(np.percentile(each, q))
+        for name, each in figures.items()
+        for q in (50, 99, 100)
+    } | {"tokens_per_s": NUM_STREAMS * STREAM_TOKENS / whole_s}
 
 
 # The whole history as a new prompt; a session whose KV is still in its row; and a session whose row

@@ -14,7 +14,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from jaxspec.errors import SettingError
 from jaxspec.runtime.values import shown
-from jaxspec.serving.http.app import HttpError, ServerSettings, Service, make_app, response_of
+from jaxspec.serving.http.app import make_app
+from jaxspec.serving.http.service import HttpError, ServerSettings, Service, response_of
 
 BACKLOG = 2048
 
@@ -153,7 +154,7 @@ class Server:
         def warm_up() -> None:
             error = None
             try:
-                self.service.engine.warm_up()
+                self.service.prepare()
             except Exception as raised:
                 error = raised
             with contextlib.suppress(RuntimeError):  # the server has ended

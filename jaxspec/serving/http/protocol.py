@@ -108,6 +108,7 @@ class GenerationBody(Body):
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
     return_token_ids: bool | None = None
+    session_id: str | None = None
     speculate: bool | None = None
     draft_length: int | None = None
 
@@ -296,6 +297,11 @@ def speculation(completions: Sequence[Completion]) -> dict[str, Any]:
             "num_draft_tokens": counts.num_draft_tokens,
         }
     }
+    if all(one.trace is not None for one in completions):
+        rounds = [one.trace.rounds for one in completions if one.trace is not None]
+        metrics["speculative_decoding"]["per_step_accepted"] = [
+            int(number) for each in rounds for number in each.accepted[each.drafted > 0]
+        ]
     times = completions[0].times
     if times is not None and times.first_token_s is not None:
         metrics |= {

@@ -13,7 +13,7 @@ from served import MODEL, served, until
 import jaxspec
 from jaxspec import DraftModel, Engine, NGram, SamplingParams
 from jaxspec.requests.prompts import sample_prompts
-from jaxspec.serving.http import app
+from jaxspec.serving.http import generation
 
 SHAPE = {"batch_size": 4, "max_length": 256, "draft_length": 3, "max_logprobs": 3}
 DRAFTERS = {
@@ -148,7 +148,9 @@ def test_a_hundred_responses_are_those_of_the_engine(engine):
 
 
 def test_one_seed_for_all_choices_is_seen(engine, monkeypatch):
-    monkeypatch.setattr(app, "each_sample", lambda p: [SamplingParams(**{**vars(p), "n": 1})] * p.n)
+    monkeypatch.setattr(
+        generation, "each_sample", lambda p: [SamplingParams(**{**vars(p), "n": 1})] * p.n
+    )
     with pytest.raises(AssertionError):
         compare(engine, 12)
 

@@ -22,13 +22,18 @@ from jaxspec import SamplingParams
 from jaxspec.engine import fingerprint as module
 from jaxspec.engine.fingerprint import fingerprint
 from jaxspec.errors import SettingError
-from jaxspec.serving.http import app
-from jaxspec.serving.http.app import Gate, ServerSettings
+from jaxspec.serving.http import generation, protocol
+from jaxspec.serving.http.app import Gate
+from jaxspec.serving.http.listener import Server, open_listener
+from jaxspec.serving.http.service import ServerSettings, Service
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "ab"}], "max_tokens": 5}
-LIMITS = {"max_body_bytes": 20_000, "max_prompts": 3, "max_n": 4, "header_timeout_s": 1.0}
+LIMITS = {
+    **{"max_body_bytes": 20_000, "max_prompts": 3, "max_n": 4, "header_timeout_s": 1.0},
+    **{"max_sessions": 2, "session_header": "x-session-id"},
+}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,8 @@ ERRORS = [
     (COMPLETIONS, with_prompt(logit_bias={"9999": 1}), 400, "logit_bias", "vocabulary"),
     (COMPLETIONS, with_prompt(draft_length=99), 400, "draft_length", "from 1 to 3"),
     (COMPLETIONS, with_prompt(stream_options={}), 400, "stream_options", "without stream"),
+    (COMPLETIONS, with_prompt(session_id=""), 400, "session_id", "has 0 characters"),
+    (COMPLETIONS, with_prompt(session_id="a", n=2), 400, "session_id", "with 2 completions"),
     (COMPLETIONS, with_prompt(prompt=[]), 400, "prompt", "empty"),
     (COMPLETIONS, with_prompt(prompt=""), 400, "prompt", "empty"),
     (COMPLETIONS, with_prompt(prompt=["a"] * 4), 400, "prompt", "from 1 to 3"),
@@ -181,6 +188,67 @@ def test_forms_of_prompts_and_what_speculation_did(client, engine):
     assert usage["metrics"]["time_to_first_token_ms"] > 0
 
 
+def test_turns_of_a_session_are_those_without_one_and_reuse_its_kv(client):
+    """Some in the body and some in the header; of three conversations, two are kept."""
+    texts = {name: name * 20 for name in "abc"}
+    cached = []
+    for turn, name in enumerate("ababcba"):
+        in_header = {"x-session-id": name} if turn % 2 else {}
+        body = with_prompt(prompt=texts[name], max_tokens=8, seed=turn, return_token_ids=True)
+        plain = post(client, COMPLETIONS, body).json()
+        if not in_header:
+            body["session_id"] = name
+        found = client.post(COMPLETIONS, json=body, headers=in_header).json()
+        assert found["choices"] == plain["choices"]
+        assert plain["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        cached.append(found["usage"]["prompt_tokens_details"]["cached_tokens"] > 0)
+        texts[name] += found["choices"][0]["text"] + " and"
+    #      a  b  a  b  c (which drops a)  b  a
+    assert cached == [False, False, True, True, False, True, False]
+
+
+def test_a_system_prompt_is_prefilled_once_and_changes_no_response(other):
+    system = {"role": "system", "content": "Answer in one short sentence, as a sailor would."}
+    body = {**CHAT, "messages": [system, *CHAT["messages"]], "seed": 3}
+    found = []
+    try:
+        for settings in ({}, {"system_prompt": system["content"]}):
+            with served(other, **settings) as (url, _), httpx.Client(base_url=url) as client:
+                found.append(post(client, CHATS, body).json())
+                alone = post(client, CHATS, CHAT).json()
+    finally:
+        other.forget_prefixes()
+    assert found[0]["choices"] == found[1]["choices"]
+    cached = [one["usage"]["prompt_tokens_details"]["cached_tokens"] for one in found]
+    assert cached[0] == 0 < len(system["content"]) - 16 < cached[1]
+    num_prompt = len("[user] ab\n[assistant]") + 1  # no message is added
+    assert alone["usage"]["prompt_tokens"] == num_prompt
+
+
+def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
+    body, may_run = {**LONG, "session_id": "busy"}, threading.Event()
+    run = engine.executor.programs["run"]
+    monkeypatch.setitem(engine.executor.programs, "run", lambda *a: (may_run.wait(20), run(*a))[1])
+    with client.stream("POST", COMPLETIONS, json={**body, "stream": True}) as response:
+        refused = post(client, COMPLETIONS, body)
+        may_run.set()
+        assert events(response)
+    assert (refused.status_code, refused.headers["retry-after"]) == (409, "1")
+    error = refused.json()["error"]
+    assert (error["param"], error["code"]) == ("session_id", "session_busy")
+    assert until(lambda: post(client, COMPLETIONS, body).status_code == 200, limit_s=10)
+
+
+def test_an_engine_that_traces_tells_each_steps_acceptance():
+    traced = engines.engine("text", "ngram", trace="rounds")
+    done = traced.generate(["abab", "ba"], SamplingParams(max_tokens=30, ignore_eos=True))
+    told = protocol.speculation(done)["speculative_decoding"]
+    steps = told["per_step_accepted"]
+    assert (sum(steps), len(steps)) == (told["num_accepted_draft_tokens"], told["num_spec_steps"])
+    assert max(steps) > 0
+    assert [steps.count(n) for n in range(4)] == told["acceptance_histogram"]
+
+
 def test_streams_join_to_the_response(client):
     body = {**CHAT, "max_tokens": 40, "seed": 5, "n": 2, "logprobs": True, "top_logprobs": 2}
     whole = post(client, CHATS, body).json()
@@ -235,6 +303,24 @@ def test_what_the_server_says_about_itself(client, engine):
         assert line in metrics
 
 
+def test_health_says_why_while_programs_are_compiled(other, monkeypatch):
+    service, may_end = Service(other, ServerSettings(served_model_name=MODEL)), threading.Event()
+    monkeypatch.setattr(service, "prepare", lambda: may_end.wait(20))
+    listener = open_listener("127.0.0.1", 0)
+    url, server = f"http://127.0.0.1:{listener.getsockname()[1]}", Server(service, listener)
+    thread = threading.Thread(target=server.run)
+    with other.driven():
+        thread.start()
+        refused = [httpx.get(url + "/health"), httpx.post(url + COMPLETIONS, json=LONG)]
+        may_end.set()
+        assert until(lambda: httpx.get(url + "/health").status_code == 200)
+        server.drain()
+        thread.join(60)
+    for response in refused:
+        assert response.status_code == 503
+        assert "programs are being compiled" in response.json()["error"]["message"]
+
+
 def test_a_full_queue_is_refused_at_once(client, engine, is_slow):
     bodies = [{**LONG, "prompt": ["a", "b", "c"], "n": 1} for _ in range(5)]
     found = []
@@ -280,7 +366,7 @@ def test_a_handler_that_does_not_await_the_disconnect_is_seen(server, engine, is
     async def never(receive):
         await asyncio.Event().wait()
 
-    monkeypatch.setattr(app, "disconnected", never)
+    monkeypatch.setattr(generation, "disconnected", never)
     leave_a_plain_response(server[0])
     assert not until(lambda: not engine.queue.unfinished, limit_s=0.5)
     assert until(lambda: not engine.queue.unfinished)
@@ -414,7 +500,13 @@ def test_a_fingerprint_without_the_dtype_is_seen(dtype):
 
 def test_settings_are_checked():
     wrong = {"max_n": 0, "write_timeout_s": 0, "generation_config": "all", "cors_origins": "a"}
-    for name, value in {**wrong, "allow_request_template": 1, "chat_template": 2}.items():
+    wrong |= {
+        "system_prompt": 4,
+        "allow_request_template": 1,
+        "chat_template": 2,
+        "session_header": 3,
+    }
+    for name, value in {**wrong, "max_sessions": 0}.items():
         with pytest.raises(SettingError, match=name):
             ServerSettings(served_model_name="a", **{name: value})
 

@@ -93,6 +93,8 @@ def test_a_second_signal_ends_it_at_once(start):
         (("--host", "256.1.1.1"), "nothing can listen"),
         (("--port", "70000"), "it must be a number, at least 0"),
         (("--api-key", "@no-such-file"), "cannot be read"),
+        (("--system-prompt", "no-such-file"), "--system-prompt 'no-such-file' was given, and that"),
+        (("--max-sessions", "0"), "--max-sessions"),
         (("--api-key", "a b"), "The key is empty, or has other"),
     ],
 )
@@ -101,3 +103,10 @@ def test_what_is_refused_at_the_start(options, words, capsys):
     said = capsys.readouterr().err
     assert words in said
     assert said.count("\n") == 1
+
+
+def test_an_empty_system_prompt_is_refused(tmp_path, capsys):
+    file = tmp_path / "prompt.txt"
+    file.write_text(" \n")
+    assert main(["serve", "--target", "demo-target", "--system-prompt", str(file)]) == 1
+    assert "that file is empty; fill it" in capsys.readouterr().err
