@@ -172,6 +172,11 @@ def _frame(
             raise SettingError(
                 f"The column {name!r} was given, and the frame has one of its own; rename it."
             )
+        if isinstance(values, str) or not isinstance(values, Iterable):
+            raise SettingError(
+                f"The column {name!r} was given {values!r}; it is a list of values, one per prompt "
+                "or per completion."
+            )
         of_request[name] = _per_request(name, list(values), completions)
     repeated = {name: np.repeat(values, lengths) for name, values in of_request.items()}
     return pd.DataFrame(repeated | dict(fields))

@@ -517,6 +517,9 @@ def test_columns_of_the_caller(engines):
     assert of_request["index"].tolist() == [0, 1, 0, 0, 1, 2]
     with pytest.raises(SettingError, match=r"'domain' was given 2 values.*6, one per comp.*or 3"):
         completions.rounds(domain=["a", "b"])
+    for value in (True, "abc"):
+        with pytest.raises(SettingError, match=r"'text' was given .*; it is a list of values"):
+            completions.rounds(text=value)  # pyright: ignore
     with pytest.raises(SettingError, match="'round' was given, and the frame has one"):
         completions.rounds(round=range(6))
 
