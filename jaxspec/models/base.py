@@ -157,7 +157,7 @@ def forward_features(
 def logits_of(model: Model, params: PyTree, hidden: jax.Array, window: Window) -> jax.Array:
     """`model.logits` of a window's hidden states `[B, T, E]`, or of each row's last `[B, E]`; what
     lies beyond `window.num_live` may be anything."""
-    if kernels_of(model).skips_padding:
+    if isinstance(model, LanguageModel):
         return model.logits(params, hidden, window)
     return model.logits(params, hidden)
 

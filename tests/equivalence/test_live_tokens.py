@@ -136,6 +136,7 @@ def seen_by_users(completions):
 
 CASES = [(name, "coupled") for name in DRAFTERS]
 CASES += [(name, "rejection") for name in ("ngram tree", "draft model", "flexdraft")]
+CASES += [("draft model", "block"), ("ngram tree", "typical")]
 CASES = [
     case if case[0] == "ngram" else pytest.param(*case, marks=pytest.mark.slow) for case in CASES
 ]
