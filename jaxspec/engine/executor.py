@@ -124,7 +124,8 @@ class Executor:
         measure_memory(self._on_mesh(parts.with_variant(variant)))
         # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not parts.is_plain and mesh is None and keeps_bits_at_every_width(parts)
-        if mesh is None and may_skip_padding(parts):
+        # Times of rounds are compared, and must not depend on what was drafted.
+        if not is_adaptive and mesh is None and may_skip_padding(parts):
             parts = dataclasses.replace(parts, skips_padding=True)
         self.verify_lengths = choose_windows(
             parts, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
