@@ -18,6 +18,7 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.settings import Exactness
 from jaxspec.decode.state import form_of
 from jaxspec.errors import SettingError
+from jaxspec.models.base import kernels_of
 from jaxspec.models.width_probe import is_width_invariant
 from jaxspec.types import PyTree
 
@@ -77,13 +78,28 @@ def keeps_bits_at_every_width(parts: RoundParts) -> bool:
         parts.verifier.is_coupled
         and parts.layout == "ragged"
         and (parts.drafter.score is None or parts.drafter.score_keeps_bits)
-        and all(
-            is_width_invariant(
-                parts.target,
-                batch_size=parts.shape.batch_size,
-                verify_length=parts.shape.verify_length,
-                tree_depth=tree_depth,
-            )
-            for tree_depth in {0, parts.shape.tree_depth}  # narrow windows may hold chains
+        and _has_invariant_target(parts)
+    )
+
+
+def may_skip_padding(parts: RoundParts) -> bool:
+    """Whether rounds may leave out what nobody drafted, and rows that have ended: the kernels can,
+    and the target's bits do not depend on how much is left out. Not in the aligned layout, which
+    computes what the published systems compute."""
+    return (
+        parts.layout == "ragged"
+        and kernels_of(parts.target).skips_padding
+        and (parts.is_plain or _has_invariant_target(parts))
+    )
+
+
+def _has_invariant_target(parts: RoundParts) -> bool:
+    return all(
+        is_width_invariant(
+            parts.target,
+            batch_size=parts.shape.batch_size,
+            verify_length=parts.shape.verify_length,
+            tree_depth=tree_depth,
         )
+        for tree_depth in {0, parts.shape.tree_depth}  # narrow windows may hold chains
     )

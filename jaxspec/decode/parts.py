@@ -37,6 +37,8 @@ class RoundParts:
       trace: what is recorded of each round, if anything.
       verify_length: tokens scored per round, at most `shape.verify_length`, which is the default;
         see `at`.
+      skips_padding: whether a round asks its target only for what was drafted, of rows that have
+        not ended (`Window.num_live`); see `buckets.may_skip_padding`.
     """
 
     target: Model
@@ -49,6 +51,7 @@ class RoundParts:
     logprobs: LogprobsConfig | None = None
     trace: TraceConfig | None = None
     verify_length: int | None = None
+    skips_padding: bool = False
 
     @property
     def resident_shape(self) -> EngineShape:

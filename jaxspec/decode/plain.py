@@ -17,7 +17,7 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.base import function_params
-from jaxspec.models.base import forward_features
+from jaxspec.models.base import forward_features, logits_of
 from jaxspec.types import (
     DecodeState,
     Draft,
@@ -48,11 +48,12 @@ def plain_round(parts: RoundParts, params: PyTree, state: DecodeState) -> Decode
         start=start,
         positions=start[:, None],
         slots=jnp.where(is_running, here, -1)[:, None],
+        num_live=is_running.astype(jnp.int32) if parts.skips_padding else None,
     )
     hidden, features, cache = forward_features(
         parts.target, params["target"], newest[:, None], window, state.cache, drafter.taps
     )
-    logits = parts.target.logits(params["target"], hidden)
+    logits = logits_of(parts.target, params["target"], hidden, window)
     rows = batch_view(state)
     context = DraftContext(
         tokens=jnp.zeros_like(newest)[:, None],

@@ -24,7 +24,7 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
 from jaxspec.drafters.base import draft_with, function_params
-from jaxspec.models.base import forward_features
+from jaxspec.models.base import forward_features, logits_of
 from jaxspec.types import (
     BatchView,
     DecodeState,
@@ -61,6 +61,9 @@ def draft_and_verify(
     rows = batch_view(state, is_chain=parts.drafter.is_chain)
     draft, drafter_state, cache = propose(parts, params, state, rows)
     window = make_window(state, draft, tree_depth=parts.shape.tree_depth)
+    if parts.skips_padding:  # a tree's nodes come first too
+        num_live = jnp.where(state.is_running, 1 + draft.num_valid, 0)
+        window = window.replace(num_live=num_live)
     tokens, context = window_tokens(state, draft), draft_context(draft, window)
     scores, cache, drafter_state = score(
         parts, params, drafter_state, rows, draft, tokens, window, cache
@@ -123,7 +126,7 @@ def score(
         hidden, features, cache, drafter_state = drafter.score(
             parts.round_shape, own, drafter_state, rows, draft, tokens, window, cache
         )
-    logits = target.logits(params["target"], hidden)
+    logits = logits_of(target, params["target"], hidden, window)
     return Scores(logits=logits, hidden=hidden, features=features), cache, drafter_state
 
 
@@ -139,8 +142,8 @@ def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
     `EngineShape`.
 
     Entry i is stored at slot `start + i` and has position `start + depth`. All T entries of a
-    running row are written, valid or not, so that no live block holds a slot with unknown content.
-    Rows that have ended write nothing.
+    running row are to be written, valid or not, so that no live block holds a slot with unknown
+    content; kernels that leave out padding do not mind it. Rows that have ended write nothing.
     """
     start = layouts.window_start(state)
     entry = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None]

@@ -32,7 +32,14 @@ from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slo
 from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
-from jaxspec.models.base import LanguageModel, Model, packed_model, param_specs, with_kv_dtype
+from jaxspec.models.base import (
+    LanguageModel,
+    Model,
+    logits_of,
+    packed_model,
+    param_specs,
+    with_kv_dtype,
+)
 from jaxspec.models.prefill import prefill_chunks
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
@@ -248,10 +255,10 @@ class DraftModel(Drafter):
         num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
         return max(shape.verify_length, 1 + num_scratch)
 
-    def _logits(self, params: PyTree, hidden: jax.Array) -> jax.Array:
-        """The draft model's logits `[..., V]` of hidden states, -inf for ids that it must not
-        draft."""
-        logits = self.model.logits(params, hidden)
+    def _logits(self, params: PyTree, hidden: jax.Array, window: Window) -> jax.Array:
+        """The draft model's logits `[..., V]` of a window's hidden states, or its last ones, -inf
+        for ids that it must not draft."""
+        logits = logits_of(self.model, params, hidden, window)
         if not self.excluded:
             return logits
         return logits.at[..., jnp.array(self.excluded)].set(-jnp.inf, mode="drop")
@@ -340,19 +347,22 @@ class DraftModel(Drafter):
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
         def read(tokens, positions, is_kept, cache):
-            """Hidden states `[B, E]` of each row's last token; KV is stored where `is_kept`. The
-            arguments are `[B, T]`."""
+            """Logits `[B, V]` after each row's last token, which is asked for if its KV is to be
+            stored: where `is_kept`. The arguments are `[B, T]`."""
             positions = jnp.maximum(positions, 0)
             slots = jnp.where(is_kept, positions, -1)
-            window = Window(start=positions[:, 0], positions=positions, slots=slots)
+            num_live = jnp.where(is_kept[:, -1], positions.shape[1], 0)
+            window = Window(
+                start=positions[:, 0], positions=positions, slots=slots, num_live=num_live
+            )
             tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
             hidden, cache = self.model.forward(params, tokens, window, cache)
-            return hidden[:, -1], cache
+            return self._logits(params, hidden[:, -1], window), cache
 
-        def draw(node, hidden, carry: _Drafting) -> _Drafting:
-            """Node `node` after hidden states `[B, E]`."""
+        def draw(node, logits, carry: _Drafting) -> _Drafting:
+            """Node `node` from logits `[B, V]`."""
             drawn = draw_draft(
-                self._logits(params, hidden),
+                logits,
                 rows,
                 carry.tokens,
                 node,
@@ -379,16 +389,16 @@ class DraftModel(Drafter):
             position = newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
             tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(position, 0), axis=1)
             is_kept = jnp.stack([lags, is_drafting], axis=1)
-            hidden, cache = read(tokens, position, is_kept, carry.cache)
-            return draw(jnp.int32(0), hidden, carry.replace(cache=cache))
+            logits, cache = read(tokens, position, is_kept, carry.cache)
+            return draw(jnp.int32(0), logits, carry.replace(cache=cache))
 
         def step(node, carry: _Drafting) -> _Drafting:
             last = lax.dynamic_slice_in_dim(carry.tokens, node - 1, 1, axis=1)
             # A row that has stopped keeps its position, so that it sees no unwritten slot.
             depth = jnp.minimum(node, jnp.maximum(carry.num_valid - 1, 0))
             is_kept = (node < carry.num_valid)[:, None]
-            hidden, cache = read(last, (newest + depth)[:, None], is_kept, carry.cache)
-            return draw(node, hidden, carry.replace(cache=cache))
+            logits, cache = read(last, (newest + depth)[:, None], is_kept, carry.cache)
+            return draw(node, logits, carry.replace(cache=cache))
 
         lags = is_drafting & (state.num_seen < newest)
         distributions = None

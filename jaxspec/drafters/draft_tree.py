@@ -68,7 +68,7 @@ class TreeDraft(struct.PyTreeNode, kw_only=True):
 
 def draft_tree(
     model: Model,
-    logits: Callable[[PyTree, jax.Array], jax.Array],
+    logits: Callable[[PyTree, jax.Array, Window], jax.Array],
     tree: Tree,
     shape: EngineShape,
     params: PyTree,
@@ -83,7 +83,7 @@ def draft_tree(
 
     Args:
       model: the draft model.
-      logits: takes its parameters and hidden states, and returns logits to draft by.
+      logits: takes its parameters, hidden states and their window, and returns logits to draft by.
       tree: which children are expanded, and which are kept.
       shape: the engine's.
       params: the draft model's.
@@ -138,7 +138,7 @@ class _Reader:
     def __init__(
         self,
         model: Model,
-        logits: Callable[[PyTree, jax.Array], jax.Array],
+        logits: Callable[[PyTree, jax.Array, Window], jax.Array],
         params: PyTree,
         grower: Grower,
     ):
@@ -170,7 +170,10 @@ class _Reader:
         position = jnp.maximum(position, 0)
         is_kept = jnp.stack([lags, self.grower.num_levels > 0], axis=1)
         window = Window(
-            start=position[:, 0], positions=position, slots=jnp.where(is_kept, position, -1)
+            start=position[:, 0],
+            positions=position,
+            slots=jnp.where(is_kept, position, -1),
+            num_live=jnp.where(is_kept[:, 1], 2, 0),
         )
         tokens = jnp.take_along_axis(self.grower.rows.tokens, position, axis=1)
         logits, cache = self._read(tokens, window, cache, num_last=1)
@@ -188,6 +191,7 @@ class _Reader:
             positions=self.newest[:, None] + depth,
             slots=jnp.where(nodes.is_wanted, self.newest[:, None] + nodes.offset, -1),
             paths=growth.paths,
+            num_live=jnp.where(nodes.is_wanted[:, 0], nodes.tokens.shape[1], 0),
         )
         logits, cache = self._read(nodes.tokens, window, cache)
         return self.grower.add_children(growth, level, logits, nodes.value), cache
@@ -198,7 +202,7 @@ class _Reader:
         """Logits `[B, n, V]` after the last n tokens of the window; 0 means all of them."""
         tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
         hidden, cache = self.model.forward(self.params, tokens, window, cache)
-        return self.logits(self.params, hidden[:, -num_last:]), cache
+        return self.logits(self.params, hidden[:, -num_last:], window), cache
 
 
 def _stored(tree: Tree, chosen: jax.Array, kept: jax.Array, num_levels: jax.Array) -> jax.Array:

@@ -7,8 +7,9 @@ including the round's share of the drafter's prompt prefill. The controller pick
 highest `E(n) / t(n)`. Variants of a drafter draft the same tokens, so they share E, but each has a
 t of its own; the controller picks the variant together with n. It estimates `a_j` from the running
 rows, and forgets old rounds slowly. Round times are measured on empty rows, with the engine's own
-programs, and corrected by the rounds that requests run (`engine.round_times`). Shapes are static,
-so a round costs the same however many rows are running.
+programs, and corrected by the rounds that requests run (`engine.round_times`). Rounds compute their
+padding, so they cost the same however many rows are running, and whatever was found to draft: on
+empty rows an n-gram drafter finds nothing.
 
 For a tree, n is the number of nodes. Nodes are ordered by their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be

@@ -30,7 +30,11 @@ import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.decode import invariants
-from jaxspec.decode.buckets import choose_windows, keeps_bits_at_every_width
+from jaxspec.decode.buckets import (
+    choose_windows,
+    keeps_bits_at_every_width,
+    may_skip_padding,
+)
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.settings import (
@@ -118,10 +122,13 @@ class Executor:
             )
         check_exactness(exactness)
         # Before anything is allocated or compiled. Several variants may need more.
-        fixed = parts.with_variant(parts.drafter.choose_variant(parts.shape))
-        measure_memory(self._on_mesh(fixed))
+        variant = parts.drafter.choose_variant(parts.shape)
+        measure_memory(self._on_mesh(parts.with_variant(variant)))
         # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not parts.is_plain and mesh is None and keeps_bits_at_every_width(parts)
+        # Times of rounds are compared, and must not depend on what was drafted.
+        if not is_adaptive and mesh is None and may_skip_padding(parts):
+            parts = dataclasses.replace(parts, skips_padding=True)
         self.verify_lengths = choose_windows(
             parts, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
         )
@@ -130,7 +137,7 @@ class Executor:
         if is_adaptive and (exactness == "ties" or keeps_bits):
             self.variants = tuple(range(1 + len(parts.drafter.variants)))
         else:
-            parts = fixed
+            parts = parts.with_variant(variant)
         self.parts = parts
         self.loop = everywhere = self._on_mesh(parts)
         self.memory: Memory = measure_memory(everywhere)

@@ -154,6 +154,14 @@ def forward_features(
     return hidden, jnp.stack([hidden] * len(taps), axis=2) if taps else None, cache
 
 
+def logits_of(model: Model, params: PyTree, hidden: jax.Array, window: Window) -> jax.Array:
+    """`model.logits` of a window's hidden states `[B, T, E]`, or of each row's last `[B, E]`; what
+    lies beyond `window.num_live` may be anything."""
+    if isinstance(model, LanguageModel):
+        return model.logits(params, hidden, window)
+    return model.logits(params, hidden)
+
+
 def kv_dtype_of(model: Any) -> kv.KvDtype | None:
     """The dtype in which a model stores KV; None is its compute dtype, or for a user's model,
     whatever it does."""
@@ -365,9 +373,10 @@ class LanguageModel:
             self.config, params, tokens, window, cache, taps, kernels=kernels
         )
 
-    def logits(self, params, hidden):
-        """Logits `[..., V]` fp32."""
-        return decoder.head(self.config, params, hidden, kernels=kernels_of(self))
+    def logits(self, params, hidden, window=None):
+        """Logits `[..., V]` fp32; of a window's hidden states, without its padding."""
+        kernels = kernels_of(self)
+        return decoder.head(self.config, params, hidden, window=window, kernels=kernels)
 
     def final_norm(self, params, hidden):
         """Hidden states `[..., E]` after the final norm."""

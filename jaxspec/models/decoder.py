@@ -358,6 +358,11 @@ def run_dual_layers(
     num_own = hidden.shape[1]
     own_angles = layers.rotary_angles(config.rope, window.positions)
     mask_angles = layers.rotary_angles(config.rope, mask_window.positions)
+    product = kernels.product
+    if mask_window.num_live is not None:  # mask rows come last: before them everything is computed
+        num_live = mask_window.num_live
+        num_live = jnp.where(num_live > 0, num_own + num_live, 0)
+        product = kernels.product_for(mask_window.replace(num_live=num_live))
     for index in range(start, config.num_layers):
         layer = params["layers"][index]
         hidden, cache = _run_attention(
@@ -373,7 +378,7 @@ def run_dual_layers(
             config, mask_layer, index, mask_hidden, mask_window, mask_angles, cache, kernels=kernels
         )
         both = jnp.concatenate([hidden, mask_hidden], axis=1)
-        both = layers.feed_forward(config, layer, both, kernels.product)
+        both = layers.feed_forward(config, layer, both, product)
         hidden, mask_hidden = both[:, :num_own], both[:, num_own:]
     return hidden, mask_hidden, cache
 
@@ -384,11 +389,14 @@ def head(
     hidden: jax.Array,
     *,
     is_normed: bool = False,
+    window: Window | None = None,
     kernels: Kernels = XLA,
 ) -> jax.Array:
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, which are normed
-    first unless they already are. Tokens outside of a draft vocabulary have -inf."""
-    logits = kernels.product(
+    first unless they already are. Tokens outside of a draft vocabulary have -inf. The padding of a
+    `window` may be left out."""
+    product = kernels.product if window is None else kernels.product_for(window)
+    logits = product(
         hidden,
         head_weight(params),
         norm=None if is_normed else params["final_norm"],

@@ -39,16 +39,18 @@ def chain_window(
     Args:
       start: `[B]` int32, position of each row's first token.
       num_tokens: T, tokens of each row.
-      stop: `[B]` int32, one past each row's last token. The rest of the window is padding: it is
-        not stored, and repeats the last position, so that it sees no slot that a real token does
-        not see. None if there is no padding.
+      stop: `[B]` int32, one past each row's last token. The rest of the window is padding, which
+        nobody asks for: it is not stored, and repeats the last position, so that it sees no slot
+        that a real token does not see. None if there is no padding.
       rows: as in `Window`.
     """
     positions = slots = start[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
+    num_live = None
     if stop is not None:
+        num_live = jnp.clip(stop - start, 0, num_tokens)
         slots = jnp.where(positions < stop[:, None], positions, -1)
         positions = jnp.clip(positions, 0, jnp.maximum(stop - 1, 0)[:, None])
-    return Window(start=start, positions=positions, slots=slots, rows=rows)
+    return Window(start=start, positions=positions, slots=slots, rows=rows, num_live=num_live)
 
 
 def prefill_chunks(
@@ -77,7 +79,6 @@ def prefill_chunks(
       taps: see `models.base.forward_features`.
     """
     window = chain_window(starts, chunk, stop=stops, rows=rows)
-    window = window.replace(num_live=jnp.clip(stops - starts, 0, chunk))
     own = jnp.take_along_axis(tokens[rows], window.positions, axis=1)
     _, features, cache = forward_features(model, params, own, window, cache, taps)
     return cache, features

@@ -2,9 +2,10 @@
 
 They do with XLA's products: a different number of rows means a different order of sums. Kernels
 that always sum in one order declare it (`Kernels.is_width_invariant`). An engine may then score a
-token in whichever window is cheapest, down to plain decoding's one token, and still promise the
-same bits. The declaration is tested before it is relied on: with one layer and the head, and the
-model's own weights. What follows the logits is tested too: filters, draws and log-probabilities.
+token in whichever window is cheapest, down to plain decoding's one token, and leave out what nobody
+drafted (`Kernels.skips_padding`), and still promise the same bits. The declaration is tested before
+it is relied on: with one layer and the head, and the model's own weights. What follows the logits
+is tested too: filters, draws and log-probabilities.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from jaxspec import sampling
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import sums
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel, Model, kernels_of, packed_model
+from jaxspec.models.base import LanguageModel, Model, kernels_of, logits_of, packed_model
 from jaxspec.models.prefill import chain_window
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import PyTree, Window
@@ -36,14 +37,16 @@ _Score: TypeAlias = Callable[[PyTree, jax.Array, Window, kv.KVCache], tuple[jax.
 
 _InitCache: TypeAlias = Callable[[int, int], kv.KVCache]  # given a number of rows and of slots
 
+NUM_COUNTS = 6  # ways to leave out entries of the rows that are tried
+
 _found: dict[Hashable, bool] = {}  # keyed by everything that a `LanguageModel`'s bits depend on
 
 
 def is_width_invariant(
     model: Model, *, batch_size: int, verify_length: int, tree_depth: int = 0
 ) -> bool:
-    """Whether tokens get the same bits in windows of one token and of `verify_length`: logits, KV,
-    draws and log-probabilities.
+    """Whether tokens get the same bits in windows of one token and of `verify_length`, whatever
+    `Window.num_live` leaves out: logits, KV, draws and log-probabilities.
 
     The model must declare it (see `Model`); the declaration is then tested, once per architecture,
     dtype, kernels and size. A declaration that turns out to be wrong is logged as a warning.
@@ -73,7 +76,7 @@ def is_width_invariant(
 def _whole(model: Model) -> _Score:
     def score(params, tokens, window, cache):
         hidden, cache = model.forward(params, tokens, window, cache)
-        return model.logits(params, hidden), cache
+        return logits_of(model, params, hidden, window), cache
 
     return score
 
@@ -87,7 +90,7 @@ def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
         hidden, cache = decoder.run_layers(
             config, params, hidden, window, cache, stop=1, kernels=kernels
         )
-        return decoder.head(config, params, hidden, kernels=kernels), cache
+        return decoder.head(config, params, hidden, window=window, kernels=kernels), cache
 
     def init(num_rows, capacity):
         return kv.init_cache(
@@ -115,8 +118,12 @@ def _try_widths(
     init: _InitCache,
 ) -> bool:
     """Whether a window and its tokens one at a time give the same logits, bit for bit, and for
-    chains the same KV (a tree's is stored in other slots)."""
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (num_rows, num_tokens))
+    chains the same KV (a tree's is stored in other slots). With kernels that leave out padding,
+    other windows leave out some of the entries, and all of some rows."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, model.vocab_size, (num_rows, num_tokens))
+    counts = random.integers(0, num_tokens, (NUM_COUNTS, num_rows), np.int32, endpoint=True)
+    counts = counts[: NUM_COUNTS * kernels_of(model).skips_padding]
     depth = np.arange(num_tokens, dtype=np.int32)
     if tree_depth > 0:
         depth[1:] = 1 + (depth[1:] - 1) % tree_depth
@@ -136,6 +143,15 @@ def _try_widths(
             )
         at_once = score(params, tokens[:, depth], window, cache)
 
+        def has_same_bits(num_live):
+            some = window.replace(num_live=num_live)
+            of_some, _ = score(params, tokens[:, depth], some, cache)
+            is_live = jnp.arange(num_tokens, dtype=jnp.int32)[None] < num_live[:, None]
+            one, other = (lax.bitcast_convert_type(x, jnp.uint32) for x in (of_some, at_once[0]))
+            return jnp.all((one == other) | ~is_live[..., None])
+
+        are_same = lax.map(has_same_bits, counts) if len(counts) else jnp.ones((0,), bool)
+
         def score_one(cache, index):
             token = lax.dynamic_slice_in_dim(tokens, index, 1, axis=1)
             logits, cache = score(params, token, chain_window(start + index, 1), cache)
@@ -143,12 +159,14 @@ def _try_widths(
 
         written, logits = lax.scan(score_one, cache, jnp.arange(num_tokens, dtype=jnp.int32))
         one_by_one = jnp.swapaxes(logits, 0, 1)[:, depth], written
-        return (at_once, one_by_one) if tree_depth == 0 else (at_once[0], one_by_one[0])
+        if tree_depth > 0:
+            at_once, one_by_one = at_once[0], one_by_one[0]
+        return at_once, one_by_one, are_same
 
     lowered = both_ways.lower(params, tokens.astype(np.int32), start.astype(np.int32))
     if isinstance(model, LanguageModel) and "dot_general" in lowered.as_text():
         return False  # the kernels leave a product of this size to XLA
-    found = lowered.compile()(params, tokens.astype(np.int32), start.astype(np.int32))
+    *found, are_same = lowered.compile()(params, tokens.astype(np.int32), start.astype(np.int32))
     at_once, one_by_one = (jax.tree.leaves(jax.device_get(each)) for each in found)
     if not _are_equal(at_once, one_by_one):
         _log.warning(
@@ -157,6 +175,14 @@ def _try_widths(
             model.name,
             "windows" if tree_depth == 0 else "trees",
             num_tokens,
+            num_tokens,
+        )
+        return False
+    if not np.all(are_same):
+        _log.warning(
+            "%s declares that its results do not depend on the width of a window, but they depend "
+            "on how many of its tokens are left out; every round scores %d tokens instead.",
+            model.name,
             num_tokens,
         )
         return False

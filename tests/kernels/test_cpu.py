@@ -373,11 +373,11 @@ def test_chunks_of_a_row_in_one_call_get_the_bits_of_one_after_the_other(name):
     rows, starts = jnp.array([0, 1, 0, 0]), jnp.array([147, 300, 77, 7], jnp.int32)
     num_live = jnp.array([11, 0, 70, 70], jnp.int32)
     qkv = random(3, 4, 70, case.heads, case.group + 2, case.size, dtype=case.dtype)
-    window = chain_window(starts, 70, stop=starts + num_live)
+    window = chain_window(starts, 70, stop=starts + num_live, rows=rows)
 
     def attended(chunks, layer, *, has_counts=True):
         own = jax.tree.map(lambda leaf: leaf[chunks], window)
-        own = own.replace(num_live=num_live[chunks] if has_counts else None)
+        own = own if has_counts else own.replace(num_live=None)
         is_live = np.arange(70) < np.asarray(num_live)[chunks, None]
         given = jnp.where(is_live[..., None, None, None], qkv[chunks], jnp.nan)
         heads, layer = run(case, (config, params, given, layer, table[rows[chunks]], own))
@@ -394,6 +394,29 @@ def test_chunks_of_a_row_in_one_call_get_the_bits_of_one_after_the_other(name):
         np.testing.assert_array_equal(mine, yours)
     # Without counts a row of the window does not wait for the KV of the rows behind it.
     assert np.any(attended(np.arange(4), layer, has_counts=False)[0] != together)
+
+
+@pytest.mark.parametrize("name", ["chain", "sliding over few blocks", "bf16", "int8"])
+@pytest.mark.parametrize("has_tree", [False, True])
+def test_entries_that_nobody_asks_for_are_not_stored_and_change_no_bit(name, has_tree):
+    case = tree_case(name) if has_tree else CASES[name]
+    *inputs, window = (tree_inputs if has_tree else attention_inputs)(case, fill=np.nan)
+    config, params, qkv, layer, table = inputs
+    heads, written = run(case, (*inputs, window))
+    heads = np.asarray(heads, np.float32)
+    before, full = (kv_of(each, table, case.dtype) for each in (layer, written))
+    rows = np.arange(len(case.starts), dtype=np.int32)
+    for shift in range(case.window + 1):
+        counts = (shift + 3 * rows) % (case.window + 1)
+        is_live = np.arange(case.window) < counts[:, None]
+        given = jnp.where(is_live[..., None, None, None], qkv, jnp.nan)
+        some = window.replace(num_live=counts)
+        found, after = run(case, (config, params, given, layer, table, some))
+        np.testing.assert_array_equal(np.asarray(found, np.float32)[is_live], heads[is_live])
+        stop = np.asarray(case.starts)[:, None] + counts[:, None]
+        is_stored = (np.arange(MAX_LENGTH) < stop)[..., None, None]
+        for old, new, every in zip(before, kv_of(after, table, case.dtype), full, strict=True):
+            np.testing.assert_array_equal(new, np.where(is_stored, every, old))
 
 
 @pytest.mark.parametrize(("sliding", "kv_dtype"), [(None, None), (17, None), (None, "int8")])

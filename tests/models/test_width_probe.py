@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import toy
 
+from jaxspec import Engine, NGram
 from jaxspec.kernels import cpu, registry, sums
 from jaxspec.kernels.base import Kernels
 from jaxspec.models import width_probe
@@ -65,6 +66,42 @@ def test_kernels_that_declare_it_wrongly_are_caught(monkeypatch, caplog):
         assert not holds(model)
     [record] = caplog.records
     assert "windows of 3 tokens and of 1 gave other bits" in record.getMessage()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WrongCounts(cpu.NativeKernels):
+    """Products that depend on the number of entries that are asked for in their last bits."""
+
+    def product_for(self, window):
+        right = super().product_for(window)
+        if window.num_live is None:
+            return right
+        is_odd = (jnp.sum(window.num_live) % 2).astype(jnp.float32)
+
+        def wrong(x, weight, **settings):
+            made = right(x, weight, **settings)
+            return made * (1 + is_odd * jnp.float32(2**-20)).astype(made.dtype)
+
+        return wrong
+
+
+WRONG_COUNTS = WrongCounts(product=cpu.NATIVE.product, is_width_invariant=True, skips_padding=True)
+
+
+@pytest.mark.parametrize("tree_depth", [0, 2])
+def test_kernels_whose_bits_depend_on_what_is_left_out_are_caught(monkeypatch, caplog, tree_depth):
+    monkeypatch.setitem(registry.KERNELS, "wrong counts", (__name__, "WRONG_COUNTS"))
+    model = dataclasses.replace(toy.model(), kernels="wrong counts")
+    with caplog.at_level(logging.WARNING):
+        assert not holds(model, tree_depth=tree_depth)
+    [record] = caplog.records
+    assert "depend on how many of its tokens are left out" in record.getMessage()
+    engine = Engine(model, NGram(), batch_size=2, max_length=128, draft_length=2)
+    assert not engine.executor.parts.skips_padding
+    sound = Engine(toy.model(kernels="native"), NGram(), batch_size=2, max_length=128)
+    assert sound.executor.parts.skips_padding
+    sound = Engine(toy.model(kernels="native"), NGram(), draft_length="auto", max_length=128)
+    assert not sound.executor.parts.skips_padding  # rounds have to cost the same
 
 
 class WrongInTrees(cpu.NativeKernels):

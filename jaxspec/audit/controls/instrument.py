@@ -37,6 +37,7 @@ from jax import lax
 from jaxspec.cache import pages as kv
 from jaxspec.decode import loop as decode_loop
 from jaxspec.decode import round as decode_round
+from jaxspec.engine import executor
 from jaxspec.engine.engine import Engine
 from jaxspec.kernels.base import Kernels
 from jaxspec.kernels.xla import block_attention
@@ -248,6 +249,8 @@ def installed(
             (decode_loop, "empty_state", empty_state),
             (decode_loop, "speculative_round", speculative_round),
             (decoder, "run_layers", _open_layers),
+            # Edits may use what nobody drafted.
+            (executor, "may_skip_padding", lambda _: lambda parts: False),
         ):
             stack.enter_context(_replaced(owner, name, wrap))
         yield

@@ -36,7 +36,7 @@ def group_window(window: Window, *, num_groups: int, block_size: int) -> Window:
     Row j of group g, at position `start + g + 1 + j`, sees the committed tokens, the clean rows 0
     to g and its own group; it is stored after the window, at slot `start + T + g K + j`. Every path
     is 2 K long, like that of `block_window`, so that both sum over the same slots in the same
-    order.
+    order. With n live clean rows, only the first n groups are asked for.
     """
     num_clean = window.positions.shape[1]
     group = jnp.repeat(jnp.arange(num_groups, dtype=jnp.int32), block_size)
@@ -54,6 +54,7 @@ def group_window(window: Window, *, num_groups: int, block_size: int) -> Window:
         rows=window.rows,
         paths=jnp.broadcast_to(paths, (start.shape[0], *paths.shape)),
         ends=jnp.broadcast_to(start + (group + 1 + block_size)[None], (len(start), len(group))),
+        num_live=None if window.num_live is None else window.num_live * block_size,
     )
 
 
@@ -70,6 +71,7 @@ def block_window(start: jax.Array, is_wanted: jax.Array, *, block_size: int) -> 
         slots=jnp.where(is_wanted[:, None], positions, -1),
         paths=jnp.broadcast_to(depth, (num_rows, block_size, 2 * block_size)),
         ends=jnp.broadcast_to(start[:, None] + block_size, positions.shape),
+        num_live=jnp.where(is_wanted, block_size, 0),
     )
 
 

@@ -204,8 +204,9 @@ def attend(
 ) -> tuple[jax.Array, kv.LayerCache]:
     """Heads `[B, T, Q, H]` and the layer's KV, which is written in place; as `Kernels.attend`, with
     the angles' cos and sin `[B, T, rotary_size / 2]` fp32, and projections in the KV's dtype, fp32
-    or bf16. A node of a tree gets the bits of its path as a chain. With `window.num_live` several
-    rows of the window may be of one row of the table; see `product` for the entries beyond."""
+    or bf16. A node of a tree gets the bits of its path as a chain. Of entries beyond
+    `window.num_live` nothing is computed or written, see `product`; with it, and with
+    `window.rows`, several rows of the window may be of one row of the table."""
     num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
     heads = (num_rows, window_length, num_heads * (group_and_kv - 2), head_size)
     nothing, no_slots = jnp.zeros((0,), qkv.dtype), jnp.zeros((0,), jnp.int32)
@@ -237,6 +238,7 @@ def attend(
         *scales,
         epsilon=np.float32(epsilon),
         is_interleaved=is_interleaved,
+        has_chunks=window.rows is not None,
         sliding_window=np.int64(sliding_window or 0),
         **sinks,
     )

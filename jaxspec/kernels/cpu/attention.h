@@ -457,8 +457,9 @@ void Attend(const RowHead<T, S>& of, int64_t begin, int64_t end, bool writes_kv)
   }
 }
 
-// The same for the first `num_live` [num_rows] entries of each row. Rows may be chunks of one row of the
-// table, so all KV is written before any is read. A head's entries are shared out in pieces.
+// The same for the first `num_live` [num_rows] entries of rows that are chunks of prompts. Several may
+// be of one row of the table, so all KV is written before any is read. A head's entries are shared out
+// in pieces.
 template <typename T, typename S>
 void AttendToChunks(const AttentionInputs<T, S>& in, int64_t num_rows, const int32_t* num_live) {
   constexpr int64_t kPiece = 32;

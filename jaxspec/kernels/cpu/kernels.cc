@@ -114,11 +114,12 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
   }
   const auto epsilon = settings.get<float>("epsilon");
   const auto is_interleaved = settings.get<bool>("is_interleaved");
+  const auto has_chunks = settings.get<bool>("has_chunks");
   const auto sliding_window = settings.get<int64_t>("sliding_window");
   ffi::ErrorOr<int64_t> num_sinks = 0;  // given for a ring only
   if (settings.contains("num_sinks")) num_sinks = settings.get<int64_t>("num_sinks");
-  if (!epsilon.has_value() || !is_interleaved.has_value() || !sliding_window.has_value() ||
-      !num_sinks.has_value()) {
+  if (!epsilon.has_value() || !is_interleaved.has_value() || !has_chunks.has_value() ||
+      !sliding_window.has_value() || !num_sinks.has_value()) {
     return ffi::Error::InvalidArgument("a setting is missing");
   }
   auto run = [&](auto element, auto stored) {
@@ -154,13 +155,15 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
     in.paths = Optional(paths);
     in.ends = Optional(ends);
     in.output = static_cast<T*>(output->untyped_data());
-    if (num_live.element_count() > 0) {
-      AttendToChunks(in, num_rows, num_live.typed_data());
+    const int32_t* const counts = Optional(num_live);
+    if (*has_chunks && counts != nullptr) {
+      AttendToChunks(in, num_rows, counts);
       return ffi::Error::Success();
     }
     Team::Get().For(num_rows * num_heads, [&](int64_t task) {
       const RowHead<T, S> of = {in, task / num_heads, task % num_heads};
-      Attend(of, 0, in.window, true);
+      const int64_t count = counts == nullptr ? in.window : std::min<int64_t>(counts[of.row], in.window);
+      if (count > 0) Attend(of, 0, count, true);
     });
     return ffi::Error::Success();
   };

@@ -144,6 +144,7 @@ class RereadingDraftModel(DraftModel):
         def read(chunk, cache):
             start = jnp.broadcast_to(chunk * shape.prefill_chunk, context.shape)
             window = chain_window(start, shape.prefill_chunk, stop=context)
+            window = window.replace(num_live=None)  # these systems compute their padding
             read = jnp.take_along_axis(tokens, window.positions, axis=1)
             return self.model.forward(params, read, window, cache)[1]
 
