@@ -37,7 +37,9 @@ BLOCK = 128  # committed tokens counted at a time
 NUM_PARTS = 8  # most parts into which a window is split for drawing
 SMALLEST_PART = 8  # fewest tokens of a part, over all rows
 
-LowestKept: TypeAlias = Callable[[jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]
+# Given numbers `[B, T, V]` and which of some sets of tokens are enough: `_lowest_kept`.
+AreEnough: TypeAlias = Callable[..., list[jax.Array]]
+LowestKept: TypeAlias = Callable[[jax.Array, AreEnough], jax.Array]
 
 
 class Stream(enum.IntEnum):
@@ -386,9 +388,7 @@ def _ordered_bits(values: jax.Array) -> jax.Array:
     return jnp.where(is_negative, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _lowest_kept(
-    order: jax.Array, are_enough: Callable[..., list[jax.Array]], *, loops_run_on_host: bool
-) -> jax.Array:
+def _lowest_kept(order: jax.Array, are_enough: AreEnough, *, loops_run_on_host: bool) -> jax.Array:
     """The largest threshold `[B, T, 1]` uint32 for which the tokens at or above it are enough; 0,
     which keeps everything, if none is.
 
