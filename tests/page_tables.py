@@ -563,22 +563,6 @@ def streams(found):
     return [*header, "tokens/s"], rows
 
 
-@of("vllm-bench-cpu.json")
-def vllm_bench(found):
-    header = ["clients", "output tokens/s", "TTFT p50, p99", "gap of pieces p50", "acceptance"]
-    rows = [
-        [
-            str(run["num_clients"]),
-            f"{run['output_throughput']:.1f}",
-            f"{run['median_ttft_ms']:.0f}, {run['p99_ttft_ms']:.0f} ms",
-            f"{run['median_itl_ms']:.0f} ms",
-            f"{run['spec_decode_acceptance_rate']:.1f} %",
-        ]
-        for run in found["results"]
-    ]
-    return header, rows
-
-
 @of("schedulers-cpu.json")
 def rounds_of_schedulers(found):
     def run(name, size):

@@ -141,7 +141,13 @@ def _attention(
 ) -> float:
     config, dtype = model.config, model.dtype
     num_rows, num_tokens, capacity = size.num_rows, size.num_tokens, size.capacity
-    settings = layers.attention_settings(config, model.params["layers"][0])
+    # On the host, because the parameters may be on several devices.
+    first = {
+        name: np.asarray(value)
+        for name, value in model.params["layers"][0].items()
+        if name in ("qkv_bias", "q_norm", "k_norm")
+    }
+    settings = layers.attention_settings(config, first)
 
     @jax.jit
     def inputs(key: jax.Array, start: jax.Array) -> PyTree:
