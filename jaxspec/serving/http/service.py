@@ -201,7 +201,7 @@ class Sessions:
                 code="session_busy",
                 headers={"retry-after": "1"},
             )
-        if name not in self._open and len(self._taken) >= self._most:
+        if len(self._taken) >= self._most:
             raise QueueFullError(
                 f"A session was given while {self._most} are answering requests, as many as there "
                 "may be (max_sessions); try again when some have ended."

@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 import types
+from typing import Any
 
 import engines
 import httpx
@@ -21,11 +22,11 @@ from served import MODEL, served, until
 from jaxspec import SamplingParams
 from jaxspec.engine import fingerprint as module
 from jaxspec.engine.fingerprint import fingerprint
-from jaxspec.errors import SettingError
+from jaxspec.errors import QueueFullError, SettingError
 from jaxspec.serving.http import generation, protocol
 from jaxspec.serving.http.app import Gate
 from jaxspec.serving.http.listener import Server, open_listener
-from jaxspec.serving.http.service import ServerSettings, Service
+from jaxspec.serving.http.service import ServerSettings, Service, Sessions
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
 LONG = {"model": MODEL, "prompt": "ab", "max_tokens": 200, "temperature": 0, "ignore_eos": True}
@@ -237,6 +238,42 @@ def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
     error = refused.json()["error"]
     assert (error["param"], error["code"]) == ("session_id", "session_busy")
     assert until(lambda: post(client, COMPLETIONS, body).status_code == 200, limit_s=10)
+
+
+def test_sessions_that_are_being_made_count():
+    """Two others are taken while the first session is being made, and it becomes the third."""
+    is_asked, may_go_on, closed = threading.Event(), threading.Event(), []
+
+    def session(**_):
+        is_asked.set()
+        may_go_on.wait(30)
+        made = types.SimpleNamespace()
+        made.close = lambda: closed.append(made)
+        return made
+
+    row_store = types.SimpleNamespace(keeps_prompt_bits=True)
+    fake: Any = types.SimpleNamespace(session=session, row_store=row_store)
+
+    async def run():
+        sessions = Sessions(fake, most=2)
+        may_go_on.set()
+        for name in ("a", "b"):
+            await sessions.take(name)
+            sessions.give_back(name)
+        may_go_on.clear()
+        is_asked.clear()
+        third = asyncio.create_task(sessions.take("c"))
+        await asyncio.to_thread(is_asked.wait, 30)
+        first = await sessions.take("a")
+        with pytest.raises(QueueFullError, match="as many as there may be"):
+            await sessions.take("b")
+        may_go_on.set()
+        await third
+        return first
+
+    first = asyncio.run(run())
+    assert len(closed) == 1
+    assert first not in closed
 
 
 def test_an_engine_that_traces_tells_each_steps_acceptance():
