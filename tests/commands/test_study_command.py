@@ -42,7 +42,10 @@ def target(tmp_path_factory, corpora):
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory):
     path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
-    lines = [{"prompt": f"The {noun}", "domain": "tales"} for noun in ("fox", "king", "lamp")]
+    lines = [
+        {"prompt": f"The {noun}", "domain": "tales"}
+        for noun in ("fox", "king", "lamp", "hen", "sea")
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -125,8 +128,8 @@ def test_tokens_and_rounds_are_the_same_at_every_batch_size(studied):
     cells = json.loads((options.out / scaling.CELLS).read_text())["cells"]
     for batch_size in options.batch_sizes:
         cell = cells[f"batch-{batch_size}-{TOKENS[-1]}"]
-        assert cell["num_compared"] == 6  # three prompts, greedy and sampled
-        assert cell["num_equal_to_plain"] == cell["num_same_counts"] == 6
+        assert cell["num_compared"] == 10  # five prompts, greedy and sampled
+        assert cell["num_equal_to_plain"] == cell["num_same_counts"] == 10
     checks = document["checks"]
     assert checks["num_same_counts_over_batches"] == checks["num_compared_over_batches"] == 12
 
