@@ -748,6 +748,45 @@ def audit_planted(found):
     return [*header, "tokens not the best", "and beyond the 90 % quantile of the noise"], rows
 
 
+@of("doctor-cpu.json")
+def doctor_kernels(found):
+    return ["kernels, against XLA's", "outcome", "why"], [
+        [f"`{each['kernels']}`", each["outcome"], each["why"] or ""]
+        for each in found["tried_kernels"]
+    ]
+
+
+@of("doctor-cpu.json")
+def doctor_costs(found):
+    costs = found["costs"]
+    header = ["a call", "a kernel in a program", "a trip of a loop", "reading memory", "products"]
+    names = ("call_s", "kernel_s", "trip_s")
+    return header, [
+        [
+            *(f"{1e6 * costs[name]:.1f} us" for name in names),
+            f"{costs['bytes_per_s'] / 1e9:.1f} GB/s",
+            f"{costs['flops_per_s'] / 1e9:.0f} GFLOP/s",
+        ]
+    ]
+
+
+@of("doctor-cpu.json")
+def doctor_cells(found):
+    header = ["", "model", "batch", "context", "measured", "predicted", "ratio"]
+    return header, [
+        [
+            each["what"],
+            f"`{each['model']}`",
+            str(each["batch_size"]),
+            str(each["context"]),
+            f"{each['measured_ms']:.2f}",
+            f"{each['predicted_ms']:.2f}",
+            f"{each['measured_over_predicted']:.2f}",
+        ]
+        for each in found["cells"]
+    ]
+
+
 @of("gpu-first-run.json#h100")
 def gpu_attention(found):
     by_kind = {}
