@@ -104,9 +104,11 @@ def default_kernels() -> KernelsName:
     """
     wanted, problem = _wanted_kernels(jax.default_backend())
     name: KernelsName = wanted if problem is None else "xla"
+    if wanted == "mosaic" and problem is not None and _problem_on_gpu("pallas") is None:
+        name = "pallas"
     environment.note_kernels(name, family=family_of(name), fallback=problem)
     if problem is not None:
-        _announce(wanted, problem)
+        _announce(wanted, problem, name)
     return name
 
 
@@ -117,25 +119,30 @@ def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
     if platform != "gpu":
         return "xla", None
     name: KernelsName = "mosaic" if environment.is_hopper() else "pallas"
-    if name == "mosaic" and kept_problem(name) is not None:
-        name = "pallas"
     capability = environment.compute_capability()
     if capability is not None and capability < LEAST_CAPABILITY:
         return name, (
             f"this GPU has compute capability {capability:.1f}, and Triton needs {LEAST_CAPABILITY}"
         )
+    return name, _problem_on_gpu(name)
+
+
+def _problem_on_gpu(name: KernelsName) -> str | None:
+    """Why the kernels of this name cannot be imported, or why `jaxspec doctor` advises against
+    them; None if neither."""
     try:
         get_kernels(name)
     except SettingError as error:
-        return name, str(error.__cause__)
-    return name, kept_problem(name)
+        return str(error.__cause__)
+    return kept_problem(name)
 
 
 @functools.cache
-def _announce(wanted: str, problem: str) -> None:
+def _announce(wanted: str, problem: str, instead: str) -> None:
     _log.warning(
-        "The %s kernels cannot be used: %s. XLA's are used instead; they are slower, and two "
+        "The %s kernels cannot be used: %s. %s are used instead; they are slower, and two "
         "tokens that tie within rounding may be exchanged.",
         {"native": "C++", "mosaic": "Mosaic GPU", "pallas": "Pallas"}[wanted],
         problem,
+        {"xla": "XLA's", "pallas": "Those of Pallas"}[instead],
     )

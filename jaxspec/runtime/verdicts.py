@@ -37,13 +37,15 @@ def _read() -> dict[str, dict[str, str | None]]:
 
 def keep_verdicts(problems: Mapping[str, str | None]) -> None:
     """Keeps, for each of these kernels, why they cannot be used on this kind of device with this
-    JAX and this commit, or None if they can.
+    JAX and this commit, or None if they can. What is known of other kernels stays.
 
     Raises:
       SettingError: the file cannot be written.
     """
     _path().parent.mkdir(parents=True, exist_ok=True)
-    known = _read() | {_key(): dict(problems)}
+    key, known = _key(), _read()
+    before = known.get(key)
+    known[key] = (before if isinstance(before, dict) else {}) | dict(problems)
     write_atomically(_path(), json.dumps(known, indent=1).encode() + b"\n")
 
 

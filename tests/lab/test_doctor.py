@@ -88,7 +88,8 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     monkeypatch.setattr(environment, "compute_capability", lambda: 9.0)
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     assert registry.default_kernels() == "pallas"
-    verdicts.keep_verdicts({"mosaic": "it hangs", "pallas": "it crashes"})
+    assert (environment.noted_kernels()["kernels_fallback"] or "").startswith("it hangs (found")
+    verdicts.keep_verdicts({"pallas": "it crashes"})  # what is known of others stays
     assert registry.default_kernels() == "xla"
 
 
