@@ -195,6 +195,7 @@ TIERS = {
         "lab/test_gpu_grid.py",
         "lab/test_doctor.py",
         "lab/test_hf.py",
+        "lab/test_peers.py",
         "lab/test_program.py",
         "lab/test_published.py",
         "lab/test_replay.py",

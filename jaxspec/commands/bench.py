@@ -27,6 +27,7 @@ from jaxspec.lab.bench.gpu_grid import DRY_RUN, GPU, measure_grid, plot_grid
 from jaxspec.lab.bench.hf import HuggingFace, compare, exported
 from jaxspec.lab.bench.measure import Bench, Dtype, only_run_into, random_prompts
 from jaxspec.lab.bench.memory import memory
+from jaxspec.lab.bench.peers import PeersBench
 from jaxspec.lab.bench.program import program
 from jaxspec.lab.studies.rounds import schedulers
 from jaxspec.load.models import DEMO_MODELS, load_packed
@@ -333,6 +334,7 @@ BENCHES = (
     DraftersBench,
     memory,
     schedulers,
+    PeersBench,
     *(each for each in vars(cases).values() if isinstance(each, type) and issubclass(each, Bench)),
 )
 AnyBench: TypeAlias = Bench

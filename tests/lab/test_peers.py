@@ -1,0 +1,119 @@
+"""`jaxspec bench peers`: engines in processes of their own, those that fail among them."""
+
+import io
+import json
+import shutil
+import sys
+
+import pytest
+import tiny
+from rich.console import Console
+
+from jaxspec.errors import SettingError
+from jaxspec.lab.bench import peers
+from jaxspec.lab.bench.peers import PeersBench
+
+SPEAKS = """
+from protocol import answer, settings
+def generate(prompts, max_tokens):
+    last = settings["batch_size"] + (settings["drafter"] != "none")
+    return [[*range(2, 1 + max_tokens), last] for _ in prompts]
+answer({"versions": {"other": "1.0"}, "arithmetic": "integers"}, generate)
+"""
+STANDS_IN = {
+    "peer_vllm.py": SPEAKS,
+    "peer_openvino.py": SPEAKS.replace("max_tokens), last", "max_tokens - 1), last"),
+    "peer_transformers.py": "import sys; sys.exit('No module named torch')",
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What the command finds with jaxspec itself, three other programs and no `node`."""
+    root = tmp_path_factory.mktemp("peers")
+    scripts = shutil.copytree(peers.SCRIPTS, root / "scripts")
+    for name, text in STANDS_IN.items():
+        (scripts / name).write_text(text)
+    target = tiny.save(root, "target", text=tiny.tokenizer())
+    console = Console(file=io.StringIO(), width=200)
+    bench = PeersBench(
+        target=str(target),
+        vllm=sys.executable,
+        openvino=sys.executable,
+        openvino_model=str(root),
+        transformers=sys.executable,
+        llama_cpp=str(root / "missing"),
+        gguf="model.gguf",
+        num_prompts=(3,),
+        batch_sizes=(2, 1),
+        max_tokens=6,
+        max_length=128,
+        repeats=2,
+        dtype="float32",
+        outputs=root / "outputs",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(peers, "SCRIPTS", scripts)
+        document = bench.run(console)
+    lines = {(each["batch_size"], each["label"]): each for each in document["results"]}
+    return document, lines, console.file.getvalue(), root / "outputs"
+
+
+def test_our_outputs_survive_batch_and_drafter(found):
+    _, lines, printed, _ = found
+    for batch in (1, 2):
+        ngram = lines[batch, "jaxspec, ngram"]
+        assert ngram["equal_to_plain"] == ngram["equal_to_batch_1"] == 3
+        assert ngram["num_compared"] == {"equal_to_plain": 3, "equal_to_batch_1": 3}
+        assert len(ngram["totals"]) == len(ngram["prefills"]) == 2
+        assert ngram["peak_bytes"] > 1e6
+    assert lines[2, "jaxspec, plain"]["equal_to_batch_1"] == 3
+    assert "equal_to_batch_1" not in lines[1, "jaxspec, plain"]
+    assert "3 of 3" in printed
+
+
+def test_an_engine_whose_outputs_change_is_seen(found):
+    _, lines, _, _ = found
+    assert lines[2, "vllm, plain"]["equal_to_batch_1"] == 0
+    assert lines[1, "vllm, ngram"]["equal_to_plain"] == 0
+    assert lines[1, "vllm, ngram"]["versions"] == {"other": "1.0"}
+    assert lines[1, "vllm, ngram"]["arithmetic"] == "integers"
+
+
+def test_the_row_of_an_engine_that_fails_says_why_and_the_rest_goes_on(found):
+    document, lines, printed, _ = found
+    assert lines[1, "openvino, plain"]["why"] == "outputs of 5 to 5 tokens instead of 6"
+    assert lines[1, "transformers, plain"]["why"] == "it ended with 1: No module named torch"
+    assert "cannot be started" in lines[2, "llama_cpp, plain"]["why"]
+    assert (2, "transformers, ngram") not in lines  # it has none for batches
+    assert "No module named torch" in printed
+    assert not any("outputs" in line for line in document["results"])
+
+
+def test_the_outputs_can_be_audited(found):
+    *_, outputs = found
+    names = {path.name for path in outputs.iterdir()}
+    assert {"jaxspec-ngram-batch-2.jsonl", "vllm-none-batch-1.jsonl"} <= names
+    head, *records = map(json.loads, (outputs / "jaxspec-ngram-batch-2.jsonl").open())
+    assert head["max_tokens"] == 6
+    assert [len(record["token_ids"]) for record in records] == [6, 6, 6]
+
+
+def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers, "START_S", 0.5)
+    with pytest.raises(peers.PeerError, match="no answer after 0.5 s"):
+        peers.Peer((sys.executable, "-c", "import time; time.sleep(60)"), {}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"openvino": "python"}, "--openvino was given without --openvino-model"),
+        ({"gguf": "model.gguf"}, "--gguf was given without --llama-cpp"),
+        ({"target": "demo-target"}, "The target is demo-target, which is no directory"),
+        ({"num_prompts": (1, 2, 3)}, "--num-prompts has 3 numbers"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options, sentence, tmp_path):
+    with pytest.raises(SettingError, match=sentence):
+        PeersBench(**{"target": str(tmp_path), **options}).check()
