@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -64,6 +66,23 @@ def test_a_round_on_an_h100(kernels):
 def test_launches_of_a_layer():
     with as_if_on("h100"):
         assert 0 < launches_per_layer("h100", SMALL) <= program.MAX_LAUNCHES_PER_LAYER
+
+
+@needs("h100")
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_kernels_are_lowered_once_for_all_layers(kernels):
+    """A kernel takes much longer to lower than the rest of a layer."""
+
+    def num_kernels(num_layers: int) -> int:
+        target = dataclasses.replace(SMALL.target, num_layers=num_layers)
+        loop = dataclasses.replace(SMALL, kernels=kernels, target=target).loop()
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        given = (loop.params, jax.eval_shape(loop.init), count, count)
+        text = jax.jit(loop.run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @")
+
+    with as_if_on("h100"):
+        assert num_kernels(3) == num_kernels(1) > 0
 
 
 @needs("h100")
