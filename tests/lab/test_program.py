@@ -17,7 +17,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.bench import program
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on
-from jaxspec.lab.bench.program import Shape, compile_run, launches_per_layer
+from jaxspec.lab.bench.program import Shape, compile_prefill, compile_run, launches_per_layer
 from jaxspec.models.registry import PRESETS
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
@@ -60,6 +60,19 @@ def test_a_round_on_an_h100(kernels):
         assert launches.num_graphs <= 6
         assert launches.num_predicates <= 2
         assert launches.num_kernels <= 2  # the condition of the round
+
+
+@needs("h100")
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_a_prefill_call_on_an_h100(kernels):
+    shape = dataclasses.replace(SMALL, kernels=kernels)
+    with as_if_on("h100"):
+        target, drafter = (compile_prefill("h100", shape, half) for half in program.PREFILL)
+    assert target.problems(num_chunks=0) == []
+    assert (target.launches.num_graphs, target.launches.num_predicates) == (1, 0)
+    assert drafter.problems(num_chunks=4) == []
+    # The sabotage: the drafter's half has a loop, which the target's must not have.
+    assert "the host reads 5 predicates" in " ".join(drafter.problems(num_chunks=0))
 
 
 @needs("h100")
@@ -107,7 +120,8 @@ def test_the_command(tmp_path):
     bench = program.program(devices=("h200",), num_layers=1, out=tmp_path / "program.json")
     bench.run(Console(quiet=True))
     document = json.loads((tmp_path / "program.json").read_text())
-    assert [result["rows"] for result in document["results"]] == ["greedy", "sampled"]
+    kinds = [result["rows"] for result in document["results"]]
+    assert kinds == ["greedy", "sampled", "prefill_target", "catch_up"]
     for result in document["results"]:
         assert result["problems"] == []
         assert result["launches"]["num_graphs"] > 0
