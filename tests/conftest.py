@@ -251,3 +251,12 @@ def pytest_terminal_summary(terminalreporter):
     if rows:
         terminalreporter.section("attacks")
         terminalreporter.write_line(outcomes.table(rows))
+
+
+@pytest.fixture
+def traced_anew():
+    """For a test that replaces a function which others have traced, or will: JAX keeps the traces
+    of jitted functions for the whole process."""
+    jax.clear_caches()
+    yield
+    jax.clear_caches()

@@ -593,6 +593,11 @@ class PallasKernels(Kernels):
             grouped_attention=functools.partial(self.grouped_attention, interpret=True),
         )
 
+    @functools.partial(
+        jax.jit,
+        static_argnums=0,
+        static_argnames=("dtype", "is_interleaved", "epsilon", "sliding_window", "num_sinks"),
+    )
     def attend(
         self,
         qkv: jax.Array,
@@ -606,7 +611,8 @@ class PallasKernels(Kernels):
         num_sinks: int | None = None,
         **settings,
     ) -> tuple[jax.Array, kv.LayerCache]:
-        """As `Kernels.attend`."""
+        """As `Kernels.attend`. Jitted, so that the kernels are lowered once for all layers of a
+        program that are alike; XLA inlines the calls."""
         group, head_size = qkv.shape[3] - 2, qkv.shape[4]
         span: dict[str, Any] = {"sliding_window": sliding_window}
         if num_sinks is not None:

@@ -310,6 +310,7 @@ def chunks(*, dtype, kernels, sliding_window=None):
     return [np.asarray(x, np.float32) for x in (heads, k, v)]
 
 
+@pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
     ("dtype", "sliding_window"), [(jnp.float32, None), (jnp.float32, 70), (jnp.bfloat16, None)]
 )
@@ -326,6 +327,7 @@ def test_long_chains_are_attended_to_in_parts(monkeypatch, dtype, sliding_window
         np.testing.assert_allclose(mine, reference, rtol=0, atol=ROUNDING[dtype])
 
 
+@pytest.mark.usefixtures("traced_anew")
 def test_the_check_above_catches_parts_of_another_row(monkeypatch):
     theirs = chunks(kernels=XLA, dtype=jnp.float32)
     parts = attention_pallas.in_parts

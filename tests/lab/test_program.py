@@ -8,6 +8,8 @@ from __future__ import annotations
 import dataclasses
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
@@ -15,7 +17,7 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.bench import program
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on
-from jaxspec.lab.bench.program import Shape, compile_run, launches_per_layer
+from jaxspec.lab.bench.program import Shape, compile_prefill, compile_run, launches_per_layer
 from jaxspec.models.registry import PRESETS
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
@@ -61,9 +63,39 @@ def test_a_round_on_an_h100(kernels):
 
 
 @needs("h100")
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_a_prefill_call_on_an_h100(kernels):
+    shape = dataclasses.replace(SMALL, kernels=kernels)
+    with as_if_on("h100"):
+        target, drafter = (compile_prefill("h100", shape, half) for half in program.PREFILL)
+    assert target.problems(num_chunks=0) == []
+    assert (target.launches.num_graphs, target.launches.num_predicates) == (1, 0)
+    assert drafter.problems(num_chunks=4) == []
+    # The sabotage: the drafter's half has a loop, which the target's must not have.
+    assert "the host reads 5 predicates" in " ".join(drafter.problems(num_chunks=0))
+
+
+@needs("h100")
 def test_launches_of_a_layer():
     with as_if_on("h100"):
         assert 0 < launches_per_layer("h100", SMALL) <= program.MAX_LAUNCHES_PER_LAYER
+
+
+@needs("h100")
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_kernels_are_lowered_once_for_all_layers(kernels):
+    """A kernel takes much longer to lower than the rest of a layer."""
+
+    def num_kernels(num_layers: int) -> int:
+        target = dataclasses.replace(SMALL.target, num_layers=num_layers)
+        loop = dataclasses.replace(SMALL, kernels=kernels, target=target).loop()
+        count = jax.ShapeDtypeStruct((), jnp.int32)
+        given = (loop.params, jax.eval_shape(loop.init), count, count)
+        text = jax.jit(loop.run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        return text.count("custom_call @")
+
+    with as_if_on("h100"):
+        assert num_kernels(3) == num_kernels(1) > 0
 
 
 @needs("h100")
@@ -88,7 +120,8 @@ def test_the_command(tmp_path):
     bench = program.program(devices=("h200",), num_layers=1, out=tmp_path / "program.json")
     bench.run(Console(quiet=True))
     document = json.loads((tmp_path / "program.json").read_text())
-    assert [result["rows"] for result in document["results"]] == ["greedy", "sampled"]
+    kinds = [result["rows"] for result in document["results"]]
+    assert kinds == ["greedy", "sampled", "prefill_target", "catch_up"]
     for result in document["results"]:
         assert result["problems"] == []
         assert result["launches"]["num_graphs"] > 0

@@ -21,6 +21,8 @@ from jaxspec.models.kernel_probe import (
 )
 from jaxspec.types import EngineShape
 
+pytestmark = pytest.mark.usefixtures("traced_anew")
+
 ROUND = WindowSize(num_rows=3, num_tokens=3, capacity=256)
 TREE = dataclasses.replace(ROUND, num_tokens=5, tree_depth=2)
 CHUNK = WindowSize(num_rows=1, num_tokens=64, capacity=256)

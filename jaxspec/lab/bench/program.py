@@ -25,6 +25,7 @@ from jaxspec.lab.bench.measure import case
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
+from jaxspec.models.prefill import CHUNKS_PER_CALL
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
@@ -34,6 +35,7 @@ from jaxspec.types import DecodeState, Window
 BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
+PREFILL = ("prefill_target", "catch_up")  # the two halves of a prefill call
 MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
 MAX_TEMPORARIES = 8  # times the target's logits
 
@@ -175,6 +177,65 @@ def compile_run(device: str, shape: Shape) -> Program:
     )
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrefillProgram:
+    """The properties of one half of a compiled prefill call.
+
+    Attributes:
+      cache_moves: copies, transpositions and conversions of arrays of a cache's shape.
+      kv_bytes: bytes of both caches.
+      aliased_bytes: bytes that are updated in place.
+      temporary_bytes: bytes besides arguments and results.
+      launches: what the host does for a call that is full; None except for GPUs.
+    """
+
+    cache_moves: list[str]
+    kv_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    launches: Launches | None
+
+    def problems(self, *, num_chunks: int) -> list[str]:
+        """Sentences about what is wrong with it, empty if nothing is; `num_chunks` is how many the
+        drafter reads one after the other, 0 for the target's half, which has no loop."""
+        found = []
+        if self.cache_moves:
+            found.append(f"KV is copied or converted: {', '.join(self.cache_moves)}")
+        if self.aliased_bytes < self.kv_bytes:
+            found.append(
+                f"{self.aliased_bytes} bytes are updated in place, and the KV has {self.kv_bytes}"
+            )
+        if self.launches is not None:
+            num_graphs, num_predicates = self.launches.num_graphs, self.launches.num_predicates
+            if num_graphs > max(1, num_chunks):
+                found.append(f"a prefill call launches {num_graphs} CUDA graphs")
+            if num_predicates > (num_chunks and num_chunks + 1):
+                found.append(f"in a prefill call the host reads {num_predicates} predicates")
+        return found
+
+
+def compile_prefill(device: str, shape: Shape, half: str) -> PrefillProgram:
+    """One of `PREFILL` for this shape, compiled for an absent device; call it within `as_if_on`."""
+    loop = shape.loop()
+    state = jax.eval_shape(loop.init)
+    num_chunks = loop.parts.shape.chunks_per_call
+    chunks = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
+    given = (chunks,) if half == "catch_up" else (chunks, chunks)
+    text = compile_for(device, getattr(loop, half), loop.params, state, *given, donated=1)
+    caches, hlo, thunks = _caches(state), Hlo(text.hlo), read_thunks(text.thunks)
+    launches = None
+    if thunks:
+        trips = _trip_counts(hlo, text)
+        launches = count_launches(thunks, trips, num_trips=num_chunks, takes_longest=True)
+    return PrefillProgram(
+        cache_moves=hlo.moves_of({_shape_of(leaf) for leaf in caches}, with_entry=True),
+        kv_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
+        aliased_bytes=text.memory.alias_size_in_bytes,
+        temporary_bytes=text.memory.temp_size_in_bytes,
+        launches=launches,
+    )
+
+
 def launches_per_layer(device: str, shape: Shape) -> int:
     """Kernels of one layer of the target in a round: the difference between a pass of two layers
     and a pass of one. Call it within `as_if_on`."""
@@ -214,10 +275,8 @@ def _launches(
     rounds = [thunk for thunk in read_thunks(text.thunks) if thunk.kind == "kWhile"]
     if not rounds:
         return None
-    known = {loop.name: loop.trip_count for loop in hlo.loops()}
-    names = loop_numbers(text.thunk_metadata)
     settings: dict[str, Any] = {
-        "trip_counts": {number: known.get(name) for number, name in names.items()},
+        "trip_counts": _trip_counts(hlo, text),
         # The remaining loops without a trip count are attention over the live blocks of KV.
         "num_trips": -(-(shape.context + shape.draft_length + 1) // BLOCK),
         "takes_longest": takes_longest,
@@ -226,6 +285,13 @@ def _launches(
         count_launches(rounds[0].inner_of(part), **settings) for part in ("body", "condition")
     )
     return body + condition + Launches(num_predicates=1)
+
+
+def _trip_counts(hlo: Hlo, text: CompiledText) -> dict[int, int | None]:
+    """Trip counts of loops by the number of their thunk."""
+    known = {loop.name: loop.trip_count for loop in hlo.loops()}
+    names = loop_numbers(text.thunk_metadata)
+    return {number: known.get(name) for number, name in names.items()}
 
 
 def _caches(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
@@ -255,7 +321,10 @@ RESULTS: Columns = {
 }
 
 
-@case("program", {"results": ("a round, by what was compiled", RESULTS)})
+@case(
+    "program",
+    {"results": ("a round, and the halves of a prefill call, by what was compiled", RESULTS)},
+)
 def program(
     target: str = "qwen3-8b",
     draft: str = "qwen3-0.6b",
@@ -264,8 +333,8 @@ def program(
     num_layers: int | None = None,
     context: int = 1024,
 ) -> dict[str, Any]:
-    """Show what a decode round compiles to for a GPU or TPU that need not be present (extra
-    `deviceless`).
+    """Show what a decode round and a prefill call compile to for a GPU or TPU that need not be
+    present (extra `deviceless`).
 
     Args:
       target: A preset.
@@ -290,7 +359,7 @@ def program(
                     context=context,
                     draft_length=DRAFT_LENGTH,
                 )
-                results += _compile(device, shape)
+                results += _compile(device, shape) + _compile_prefill(device, shape)
     problems = dict.fromkeys(
         f"{found['device']}, {found['kernels']}: {problem}."
         for found in results
@@ -321,3 +390,22 @@ def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
         for rows, launches in (("greedy", compiled.greedy), ("sampled", compiled.sampled))
         if launches is not None
     ]
+
+
+def _compile_prefill(device: str, shape: Shape) -> list[dict[str, Any]]:
+    """A result for each half of a prefill call."""
+    results = []
+    for half in PREFILL:
+        compiled = compile_prefill(device, shape, half)
+        num_chunks = CHUNKS_PER_CALL if half == "catch_up" else 0
+        found = {
+            "device": device,
+            "kernels": shape.kernels,
+            "rows": half,
+            "problems": compiled.problems(num_chunks=num_chunks),
+            **dataclasses.asdict(compiled),
+        }
+        if found["launches"] is None:
+            del found["launches"]
+        results.append(found)
+    return results

@@ -120,12 +120,12 @@ class Hlo:
             elif each.opcode == "call":
                 yield from self._loops(each.attribute("to_apply") or "", depth)
 
-    def moves_of(self, shapes: Iterable[str]) -> list[str]:
-        """Copies, transpositions and conversions in loops whose result has one of these shapes,
-        such as `u16[32,2,128,128]`: `name: opcode`."""
+    def moves_of(self, shapes: Iterable[str], *, with_entry: bool = False) -> list[str]:
+        """Copies, transpositions and conversions in loops, or anywhere, whose result has one of
+        these shapes, such as `u16[32,2,128,128]`: `name: opcode`."""
         return [
             f"{each.name}: {each.opcode}"
-            for each in self.instructions(with_entry=False)
+            for each in self.instructions(with_entry=with_entry)
             if each.opcode in _MOVES and any(shape in each.shape for shape in shapes)
         ]
 
