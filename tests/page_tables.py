@@ -488,6 +488,39 @@ def whole_curve(found):
     ]
 
 
+@of("ngram-cpu.json")
+def ngram_rules(found):
+    rows = []
+    for kind in ("mt", "translation", "qa", "math", "all"):
+        row = [kind]
+        for rule in ("whole draft length", "as long as the match"):
+            runs = [run for run in found["decoded"] if run["rule"] == rule]
+            row += ngram_counts([run for run in runs if kind in ("all", run["category"])])
+        rows.append(row)
+    columns = ("tokens per round", "drafted per round", "accepted share")
+    return ["", *columns, *(f"{column}, after" for column in columns)], rows
+
+
+@of("ngram-cpu.json")
+def ngram_replay(found):
+    header = ["tokens matched, tokens drafted", "tokens per round", "drafted per round"]
+    header += ["accepted share", *(f"speed at batch {size}" for size in (1, 4, 8))]
+    rows = [
+        [run["rule"], *ngram_counts([run]), *map(times, run["speed_by_batch"].values())]
+        for run in found["replayed"]
+    ]
+    return header, rows
+
+
+def ngram_counts(runs):
+    """Tokens and drafts per round, and the share of the drafts that was accepted."""
+    rounds, drafted, accepted, emitted = (
+        sum(run[f"num_{name}"] for run in runs)
+        for name in ("rounds", "draft_tokens", "accepted_tokens", "emitted_tokens")
+    )
+    return [f"{emitted / rounds:.2f}", f"{drafted / rounds:.2f}", share(accepted / drafted)]
+
+
 @of("demo-cpu.json")
 def demo(found):
     rows = []

@@ -24,17 +24,19 @@ class NGram(Drafter):
     """Proposes the tokens that followed the latest earlier occurrence of the row's last tokens.
 
     The longest match is used; of several, the latest. Matching runs on the device for all rows at
-    once.
+    once. A chain is at most as long as the match that it continues, because what follows a short
+    match is seldom right for long; a match of `prompt_lookup_max` tokens, which may be longer than
+    was looked for, is continued as far as the draft length allows.
 
     With `branches` it proposes what followed each of the best matches, merged into a tree: common
     beginnings are proposed once, and matches with the same continuation count as one. The first
-    branch is the chain that would have been drafted without `branches`. A branch is drafted two
-    levels ahead of the next one: with prompt lookup about 0.7 of the tokens at each depth are
-    right, so this treats a match as half as likely as the previous one.
+    branch begins with the chain that would have been drafted without `branches`; none is limited by
+    its match. A branch is drafted two levels ahead of the next one: with prompt lookup about 0.7 of
+    the tokens at each depth are right, so this treats a match as half as likely as the previous
+    one.
 
     Attributes:
-      prompt_lookup_min: shortest match that is used. Matches of one token are worth using, because
-        the whole window is scored anyway, so an unlikely draft costs nothing.
+      prompt_lookup_min: shortest match that is used.
       prompt_lookup_max: longest match that is tried, at most 64.
       branches: number of matches whose continuations are drafted, at most 16; 1 drafts chains.
     """
@@ -80,7 +82,8 @@ class NGram(Drafter):
             return self._tree(shape, rows, matched), state
         size, source = self._best(matched)
         available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
-        limit = jnp.minimum(rows.draft_limit, shape.num_nodes)
+        longest = jnp.where(size < self.prompt_lookup_max, size, shape.num_nodes)
+        limit = jnp.minimum(rows.draft_limit, longest)
         draft = Draft(
             tokens=continuation(rows.tokens, source, shape.num_nodes),
             parents=chain_parents(shape.batch_size, shape.num_nodes),

@@ -46,7 +46,7 @@ def search(tokens, limit, low, high):
     for size in range(high, low - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if size < len(tokens) and tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size :][: min(limit, 4)]
+                return tokens[start + size :][: min(limit, size if size < high else 4)]
     return []
 
 
@@ -64,6 +64,12 @@ def test_the_longest_match_wins_over_a_later_shorter_one():
     #        1 2 3 -> 7        3 -> 8      ends in 1 2 3
     assert propose([1, 2, 3, 7, 0, 3, 8, 1, 2, 3], 1, 1, 3) == [7]
     assert propose([1, 2, 3, 7, 0, 3, 8, 1, 2, 3], 1, 1, 1) == [8]
+
+
+def test_a_chain_is_as_long_as_its_match_unless_that_may_be_longer():
+    tokens = [1, 2, 3, 7, 0, 4, 5, 1, 2, 3]
+    found = [len(propose(tokens, 4, 1, high)) for high in (2, 3, 4, 5)]
+    assert found == [4, 4, 3, 3]
 
 
 def matches(tokens, low, high):
