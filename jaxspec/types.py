@@ -572,6 +572,9 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     counts: AcceptanceCounts
     # history
     trace: Trace | None = None  # None where the engine keeps none
+    # [B] int32, tokens that a round computes of a running row at least, 0 but while rounds are
+    # timed; None where every round computes whole windows
+    least_live: jax.Array | None = None
 
     @property
     def num_rounds(self) -> jax.Array:

@@ -3,9 +3,9 @@
     python docs/recipes/prompts.py DATA prompts.jsonl
 
 `DATA` has `prompts/` (GSM8K's training questions, HumanEval, self-instruct's user-oriented
-tasks) and `corpora/` (`fairy_tales`, `speeches`, `tech_docs`: JSONL of `{"source", "text"}`).
+tasks), `corpora/` (`fairy_tales`, `speeches`, `tech_docs`: JSONL of `{"source", "text"}`), and the
+test sets (`TEST_SETS`), with which no prompt has 13 words in a row in common.
 Writes one `{"prompt", "domain"}` per line, the domains mixed.
-No question of Spec-Bench, MT-bench, the Vicuna bench or GSM8K's test set is among them.
 """
 
 import itertools
@@ -26,6 +26,14 @@ COUNTS = {
     "instructions": 252,
     "code": 164,
 }
+
+TEST_SETS = {  # by file, the field with the question or questions
+    "spec_bench/question.jsonl": "turns",
+    "prompts/mt_bench_question.jsonl": "turns",
+    "prompts/vicuna_bench_question.jsonl": "turns",
+    "prompts/gsm8k/test.jsonl": "question",
+}
+SHARED_WORDS = 13
 
 TOPICS = (
     "bees, volcanoes, the printing press, black holes, the water cycle, recycling, chess, jazz, "
@@ -187,7 +195,7 @@ def prompts(data: Path, rng: random.Random) -> Iterator[tuple[str, str]]:
                 continue
             for passage in _passages(document["text"], rng):
                 names = re.findall(r"(?<=[a-z,] )[A-Z][a-z]{3,}", passage) or ["the author"]
-                name = max(set(names), key=names.count)
+                name = max(sorted(set(names)), key=names.count)
                 question = rng.choice(
                     (
                         f"What does the text say about {name}?",
@@ -216,6 +224,23 @@ def _passages(text: str, rng: random.Random) -> Iterator[str]:
             passage, length = "", rng.randint(300, 1800)
 
 
+def runs_of_words(text: str) -> set[tuple[str, ...]]:
+    """All `SHARED_WORDS` words in a row; of a shorter text all its words."""
+    words = re.findall(r"\w+", text.lower())
+    num_runs = max(len(words) - SHARED_WORDS, 0) + 1
+    return {tuple(words[i : i + SHARED_WORDS]) for i in range(num_runs)}
+
+
+def tested(data: Path) -> set[tuple[str, ...]]:
+    """The runs of words of all test sets."""
+    found = set()
+    for name, field in TEST_SETS.items():
+        for line in _lines(data / name):
+            texts = [line[field]] if isinstance(line[field], str) else line[field]
+            found |= set().union(*map(runs_of_words, texts))
+    return found
+
+
 def main(data: str, out: str):
     """Writes the file, and prints how many candidates each domain has."""
     rng = random.Random(0)
@@ -228,6 +253,8 @@ def main(data: str, out: str):
         for prompt in rng.sample(by_domain[domain], min(count, len(by_domain[domain])))
     ]
     rng.shuffle(chosen)
+    test_sets = tested(Path(data))
+    chosen = [line for line in chosen if not runs_of_words(line["prompt"]) & test_sets]
     with open(out, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in chosen)
     print({domain: len(found) for domain, found in by_domain.items()}, len(chosen), "written")

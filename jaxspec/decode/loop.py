@@ -39,7 +39,7 @@ def empty(parts: RoundParts, shape: EngineShape) -> DecodeState:
     """State of `shape.batch_size` empty rows."""
     num_slots = shape.max_length + parts.drafter.num_scratch_slots(shape)
     cache = parts.target.init_cache(shape.batch_size, num_slots)
-    return empty_state(
+    state = empty_state(
         shape,
         num_stop_tokens=parts.num_stop_tokens,
         cache=layouts.to_layout(cache, layout=parts.layout),
@@ -48,6 +48,9 @@ def empty(parts: RoundParts, shape: EngineShape) -> DecodeState:
         logprobs=parts.logprobs,
         trace=parts.trace,
     )
+    if not parts.skips_padding:
+        return state
+    return state.replace(least_live=jnp.zeros((shape.batch_size,), jnp.int32))
 
 
 def admit(

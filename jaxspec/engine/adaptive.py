@@ -111,11 +111,20 @@ class DraftLengthController:
         tree are in the order of their worth, and the probability of each is that it is on the
         accepted path, whether the node before it is or not.
       num_rows: of the batch.
+      skips_padding: whether a round costs what was drafted, rather than what could have been.
     """
 
-    def __init__(self, times: RoundTimes, *, is_chain: bool = True, num_rows: int = 1):
+    def __init__(
+        self,
+        times: RoundTimes,
+        *,
+        is_chain: bool = True,
+        num_rows: int = 1,
+        skips_padding: bool = False,
+    ):
         self.times = LearnedTimes(times)
         self.is_chain, self.num_rows = is_chain, num_rows
+        self.skips_padding = skips_padding and is_chain
         self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
         self._longest = times.longest
         self._spent_s = 0.0  # by all rounds so far
@@ -127,6 +136,8 @@ class DraftLengthController:
         # j): how many, and how many of them accepted position j too. All variants count, for they
         # draft the same.
         self._reached, self._accepted = [0.0] * self._longest, [0.0] * self._longest
+        # Rounds of rows that asked for a draft at position j, and those that got one.
+        self._asked, self._drafted = [0.0] * self._longest, [0.0] * self._longest
         self._num_known = 0.0
         self._current: RoundKind | None = None
         self._is_trial = False
@@ -180,6 +191,18 @@ class DraftLengthController:
                 all_before = own
         return tuple(found)
 
+    def live_share(self, kind: RoundKind) -> float:
+        """Share of this kind's drafts that the drafter is expected to make."""
+        found, share = [], 1.0
+        for asked, drafted in zip(self._asked, self._drafted, strict=True):
+            share = (drafted + PRIOR_ROUNDS * share) / (asked + PRIOR_ROUNDS)
+            found.append(share)
+        return sum(found[: kind.draft_length]) / max(kind.draft_length, 1)
+
+    def _round_s(self, kind: RoundKind, context: int) -> float:
+        """Seconds expected of a round."""
+        return self.times.round_s(kind, context, self.live_share(kind))
+
     def must_time(self, kind: RoundKind) -> bool:
         """Whether little is known of what rounds of this kind take by now."""
         return self._is_trial or self.times.num_timed(kind) < FEW_CALLS
@@ -192,7 +215,7 @@ class DraftLengthController:
         acceptance, rates = self.acceptance(**assumed), {}
         for kind in self.times.kinds:
             emitted = 1.0 + sum(acceptance[: kind.draft_length])
-            seconds = self.times.round_s(kind, context)
+            seconds = self._round_s(kind, context)
             if kind != PLAIN:
                 seconds += emitted * chunks_per_token * self.times.chunk_s
             rates[kind] = emitted / seconds
@@ -280,9 +303,9 @@ class DraftLengthController:
             tried.append(max(others, key=rates.__getitem__))
             share = max(FIRST_TRIAL_SHARE * 0.5**self._num_trials, LEAST_TRIAL_SHARE)
         for kind in tried:
-            lost_s = self.times.round_s(kind, context)
+            lost_s = self._round_s(kind, context)
             if current == PLAIN:
-                lost_s -= self.times.round_s(PLAIN, context)
+                lost_s -= self._round_s(PLAIN, context)
             else:
                 lost_s *= 1 - rates[kind] / rates[current]
             left_s = share * (self._spent_s - self._tried_at_s) - TRIAL_ROUNDS * max(lost_s, 0.0)
@@ -307,6 +330,7 @@ class DraftLengthController:
         num_rounds: int,
         num_row_rounds: int,
         num_accepted_at: Sequence[int],
+        num_drafted_at: Sequence[int] | None = None,
         seconds: float | None = None,
     ) -> None:
         """Records the result of a choice.
@@ -318,23 +342,29 @@ class DraftLengthController:
           num_rounds: rounds that were run.
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
           num_accepted_at: of these, those that accepted position j (of a chain: and all before).
+          num_drafted_at: of these, those that had a draft at position j; None: all.
           seconds: that the rounds took, with one call; None if that is not known.
         """
         kind = RoundKind(draft_length, variant)
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
         self._rounds_since_trial += num_rounds
         self.times.pass_rounds(num_rounds)
+        asked = [num_row_rounds] * draft_length
+        drafted = asked if num_drafted_at is None or not self.skips_padding else num_drafted_at
+        live = sum(drafted) / sum(asked) if sum(asked) else 1.0
         if seconds is not None and num_rounds >= FEWEST_TIMED_ROUNDS:
-            self.times.note(kind, context, num_rounds, seconds)
-        self._spent_s += num_rounds * self.times.round_s(kind, context)
+            self.times.note(kind, context, num_rounds, seconds, live)
+        self._spent_s += num_rounds * self.times.round_s(kind, context, live)
         if kind == PLAIN:
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
         self._num_known += num_row_rounds
-        reached = [num_row_rounds] * draft_length
+        reached = list(asked)
         if self.is_chain:
             reached[1:] = num_accepted_at[:-1]
         for j in range(draft_length):
+            self._asked[j] += asked[j]
+            self._drafted[j] += drafted[j]
             self._reached[j] += reached[j]
             self._accepted[j] += num_accepted_at[j]
 
@@ -343,6 +373,8 @@ class DraftLengthController:
         self._num_known *= share_kept
         self._reached = [share_kept * reached for reached in self._reached]
         self._accepted = [share_kept * accepted for accepted in self._accepted]
+        self._asked = [share_kept * asked for asked in self._asked]
+        self._drafted = [share_kept * drafted for drafted in self._drafted]
 
 
 def _worth(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
@@ -457,7 +489,10 @@ class AdaptiveDrafting(FixedDrafting):
             finally:  # also after a Ctrl-C
                 self._executor.reset()
             self.controller = DraftLengthController(
-                times, is_chain=drafter.is_chain, num_rows=self._executor.shape.batch_size
+                times,
+                is_chain=drafter.is_chain,
+                num_rows=self._executor.shape.batch_size,
+                skips_padding=self._executor.parts.skips_padding,
             )
 
     @property
@@ -559,6 +594,10 @@ class AdaptiveDrafting(FixedDrafting):
                 sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)
                 for j in range(choice.draft_length)
             ],
+            num_drafted_at=[
+                sum(now.num_drafted_at(j) - then.num_drafted_at(j) for then, now in new)
+                for j in range(choice.draft_length)
+            ],
             seconds=seconds,
         )
 
@@ -626,6 +665,7 @@ class MadeUpRequests:
         """Runs rounds of a kind."""
         executor = self.executor
         executor.set_draft_limits([kind.draft_length] * executor.num_rows)
+        executor.set_least_live(1 + kind.draft_length)
         executor.run(num_rounds, draft_length=kind.draft_length, variant=kind.variant)
         self._wait()
 

@@ -126,8 +126,7 @@ class Executor:
         measure_memory(self._on_mesh(parts.with_variant(variant)))
         # A mesh may split what is summed; XLA then does the sum.
         keeps_bits = not parts.is_plain and mesh is None and keeps_bits_at_every_width(parts)
-        # Times of rounds are compared, and must not depend on what was drafted.
-        if not is_adaptive and mesh is None and may_skip_padding(parts):
+        if mesh is None and may_skip_padding(parts):
             parts = dataclasses.replace(parts, skips_padding=True)
         self.verify_lengths = choose_windows(
             parts, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
@@ -348,6 +347,15 @@ class Executor:
         place = self.state.draft_limit.sharding
         limits = np.asarray(limits, np.int32)
         self.state = self.state.replace(draft_limit=jax.device_put(limits, place))
+
+    def set_least_live(self, num_tokens: int) -> None:
+        """Has the next rounds compute at least so many tokens of every running row, drafted or not,
+        so that what they take can be compared; 0 ends it. Rounds that compute whole windows do not
+        change."""
+        if self.state.least_live is not None:
+            place = self.state.least_live.sharding
+            least = np.full((self.num_rows,), num_tokens, np.int32)
+            self.state = self.state.replace(least_live=jax.device_put(least, place))
 
     def verify_length_for(self, draft_length: int) -> int:
         """The narrowest verify length for drafts of this length."""

@@ -84,8 +84,12 @@ class RoundTimes:
         """The longest draft of any kind."""
         return max(kind.draft_length for kind in self.kinds)
 
-    def of(self, kind: RoundKind, context: int) -> float:
-        """Seconds per round where the longest row has `context` committed tokens."""
+    def of(self, kind: RoundKind, context: int, live: float = 1.0) -> float:
+        """Seconds per round where the longest row has `context` committed tokens, and this share of
+        the drafts exists: linear between plain decoding and a round with all of them."""
+        if live < 1.0:
+            plain_s = self.of(PLAIN, context)
+            return plain_s + live * (self.of(kind, context) - plain_s)
         span = max(self.long_context - self.short_context, 1)
         share = min(max((context - self.short_context) / span, 0.0), 1.0)
         short_s, long_s = self.short_s[kind], self.long_s[kind]
@@ -299,9 +303,9 @@ class LearnedTimes:
         """Those that were measured."""
         return self.times.kinds
 
-    def round_s(self, kind: RoundKind, context: int) -> float:
-        """Seconds per round where the longest row has `context` committed tokens."""
-        return self.times.of(kind, context) * self._factor(self._index[kind])
+    def round_s(self, kind: RoundKind, context: int, live: float = 1.0) -> float:
+        """Seconds per round; see `RoundTimes.of`."""
+        return self.times.of(kind, context, live) * self._factor(self._index[kind])
 
     @property
     def chunk_s(self) -> float:
@@ -322,12 +326,14 @@ class LearnedTimes:
         drift = DRIFT**2 * (1.0 + (self._mean[0] / UNLIKE) ** 2)
         self._covariance[1:, 1:] += num_rounds * drift * self._shape
 
-    def note(self, kind: RoundKind, context: int, num_rounds: int, seconds: float) -> None:
-        """Learns from the seconds of a call of some rounds."""
+    def note(
+        self, kind: RoundKind, context: int, num_rounds: int, seconds: float, live: float = 1.0
+    ) -> None:
+        """Learns from the seconds of a call of some rounds; `live` as in `RoundTimes.of`."""
         self._num_timed[kind] += 1
         call_s = self.times.call_s * self._factor()
         per_round_s = max(seconds - call_s, SHORTEST_S) / num_rounds
-        ratio = math.log(per_round_s / self.times.of(kind, context))
+        ratio = math.log(per_round_s / self.times.of(kind, context, live))
         if self._last is not None and self._last[0] == kind:
             # Two calls in a row differ by the noise of both and a step of the speed.
             noise = abs(ratio - self._last[1]) / math.sqrt(3.0 * 2.0 / math.pi)

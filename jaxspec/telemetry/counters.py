@@ -66,8 +66,11 @@ class Acceptance:
 
     def num_accepted_node(self, node: int) -> int:
         """Rounds that accepted the drafted token with this index."""
-        counts = self.num_accepted_tokens_per_node
-        return counts[node] if node < len(counts) else 0
+        return _at(self.num_accepted_tokens_per_node, node)
+
+    def num_drafted_at(self, position: int) -> int:
+        """Rounds whose draft reached this position, counted from 0."""
+        return _at(self.num_drafts_per_pos, position)
 
     @property
     def depth(self) -> int:
@@ -115,6 +118,10 @@ class Acceptance:
             "emitted_per_round": self.emitted_per_round,
             "per_position_acceptance": list(self.per_position),
         }
+
+
+def _at(counts: tuple[int, ...], index: int) -> int:
+    return counts[index] if index < len(counts) else 0
 
 
 class Histogram:

@@ -447,11 +447,13 @@ class Least(LearnedTimes):
         super().__init__(measured)
         self.ratios = {kind: [] for kind in measured.kinds}
 
-    def round_s(self, kind, context):
+    def round_s(self, kind, context, live=1.0):
         ratios = self.ratios[kind][-64:]
-        return self.times.of(kind, context) * min((*ratios, *(() if len(ratios) >= 4 else (1.0,))))
+        return self.times.of(kind, context, live) * min(
+            (*ratios, *(() if len(ratios) >= 4 else (1.0,)))
+        )
 
-    def note(self, kind, context, num_rounds, seconds):
+    def note(self, kind, context, num_rounds, seconds, live=1.0):
         self._num_timed[kind] += 1
         self.ratios[kind].append(seconds / num_rounds / self.times.of(kind, context))
 
@@ -578,6 +580,32 @@ def test_what_is_learnt_tells_the_machine_from_the_kind():
     found = dearer.round_s(two, 100) / dearer.round_s(one, 100)
     assert found == pytest.approx(1.5 / ratio, rel=0.03)
     assert dearer.error(one, two) < 0.04 < dearer.error(one, RoundKind(3))
+
+
+@pytest.mark.parametrize(("skips_padding", "chosen"), [(True, 4), (False, 0)])
+def test_drafts_that_were_not_found_cost_nothing_where_they_are_not_computed(skips_padding, chosen):
+    controller = DraftLengthController(
+        times(seconds_of(1.0, 1.4, 1.8, 2.2, 2.6)), num_rows=8, skips_padding=skips_padding
+    )
+    for _ in range(200):
+        choice = controller.choose(context=100, num_rounds=32, count_unprefilled=int)
+        n, rounds = choice.draft_length, choice.num_rounds
+        # Three rounds of ten find four drafts, most of which are accepted.
+        drafted, accepted = 8 * rounds * 0.3, 8 * rounds * np.array([0.28, 0.27, 0.26, 0.25])
+        controller.note(
+            draft_length=n,
+            context=100,
+            num_rounds=rounds,
+            num_row_rounds=8 * rounds,
+            num_accepted_at=accepted[:n].tolist(),
+            num_drafted_at=[drafted] * n,
+            seconds=rounds * (1.0 + 0.4 * n * (0.3 if skips_padding else 1.0)),
+        )
+    assert controller.draft_length == chosen
+    kind = RoundKind(4)
+    assert controller.live_share(kind) == pytest.approx(0.3 if skips_padding else 1.0, rel=0.1)
+    share = 0.3 if skips_padding else 1.0
+    assert controller.times.round_s(kind, 100, share) == pytest.approx(1 + 1.6 * share, rel=0.02)
 
 
 def test_prompts_that_the_drafter_must_read_count_against_drafts():

@@ -13,7 +13,8 @@ import toy
 
 import jaxspec
 from jaxspec import DraftModel, Engine, FlexDraft, NGram, SamplingParams
-from jaxspec.engine import executor
+from jaxspec.decode import round
+from jaxspec.engine import adaptive, executor, round_times
 from jaxspec.kernels import cpu, registry
 from jaxspec.models.base import LanguageModel
 
@@ -150,6 +151,27 @@ def test_what_nobody_drafted_is_never_used(name, verifier, monkeypatch):
     everything, engine = outputs(name, "native", verifier=verifier)
     assert not engine.executor.parts.skips_padding
     assert [*seen_by_users(spoilt)] == [*seen_by_users(everything)]
+
+
+def test_rounds_of_a_draft_length_that_chooses_itself_compute_what_was_drafted():
+    spoilt, engine = outputs("ngram", "spoiling", draft_length="auto", check_invariants=True)
+    assert engine.executor.parts.skips_padding
+    assert engine.executor.state.least_live.tolist() == [0] * engine.executor.num_rows
+    plain, _ = outputs("none", "native")
+    for one, other in zip(spoilt, plain, strict=True):
+        assert (one.token_ids, repr(one.logprobs)) == (other.token_ids, repr(other.logprobs))
+
+
+def test_rounds_are_timed_as_if_everything_had_been_drafted():
+    _, engine = outputs("ngram", "native", draft_length="auto", scheduler="static")
+    rows = engine.executor
+    requests = adaptive.MadeUpRequests(rows, draft_length=3)
+    requests.fill(1)
+    requests.run(round_times.RoundKind(2), 1)
+    info, _, _ = round.draft_and_verify(rows.parts, rows.params, rows.state)
+    is_running = np.asarray(rows.state.is_running)
+    assert info.draft.num_valid.tolist() == [0] * rows.num_rows
+    assert info.window.num_live.tolist() == np.where(is_running, 3, 0).tolist()
 
 
 @pytest.mark.parametrize("name", ["none", "ngram", "draft tree"])

@@ -101,7 +101,7 @@ def test_the_outputs_can_be_audited(found):
 
 def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "START_S", 0.5)
-    with pytest.raises(peers.PeerError, match="no answer after 0.5 s"):
+    with pytest.raises(peers.PeerError, match=r"no answer after 0\.5 s"):
         peers.Peer((sys.executable, "-c", "import time; time.sleep(60)"), {}, tmp_path)
 
 

@@ -135,18 +135,12 @@ def _equal(line: dict[str, Any], key: str) -> str:
 TABLE: Columns = {
     "batch": "{batch_size}",
     "engine": "{label}",
-    "tokens/s": lambda line: line.get("why") or f"{line['tokens_per_s']:.0f}",
-    "range": lambda line: (
-        "-" if "why" in line else "{} to {}".format(*(round(x) for x in line["range"]))
-    ),
+    "tokens/s": "{tokens_per_s:.0f}",
     "prefill\ns": "{prefill_s:.2f}",
     "decoding\ntokens/s": "{decode_tokens_per_s:.0f}",
-    "first\ntoken ms": lambda line: (
-        f"{line['first_token_ms']:.0f}" if line.get("first_token_ms") else "-"
-    ),
-    "peak\nGB": lambda line: "-" if "why" in line else f"{line['peak_bytes'] / 1e9:.2f}",
-    "= own plain": lambda line: _equal(line, "equal_to_plain"),
-    "= own plain\nat batch 1": lambda line: _equal(line, "equal_to_batch_1"),
+    "peak\nGB": lambda line: f"{line['peak_bytes'] / 1e9:.1f}",
+    "as plain": lambda line: _equal(line, "equal_to_plain"),
+    "as plain at\nbatch 1": lambda line: _equal(line, "equal_to_batch_1"),
 }
 
 
@@ -234,18 +228,23 @@ class PeersBench(Bench):
             self._write(results, [list(prompt) for prompt in prompts], self.outputs)
         for line in results:
             line.pop("outputs", None)
+        failed = [
+            f"{line['label']} at batch {line['batch_size']} was not measured: {line['why']}."
+            for line in results
+            if "why" in line
+        ]
         missing = [
             f"{name} was not measured: {how}."
             for name, how in HOW.items()
             if getattr(self, name) is None
         ]
         notes = [
-            "Prefill is the time of one token per prompt, and decoding the rest; the first token's "
-            "is the mean time of a prompt alone.",
-            "`= own plain`: outputs that equal those of the same engine and batch size without a "
-            "drafter.",
+            "Medians over the turns. Prefill is the time of one token per prompt, and decoding the "
+            "rest.",
+            "As plain: outputs that equal those of the same engine without a drafter, at this "
+            "batch size and at batch 1.",
         ]
-        return {"results": results, "inputs": inputs, "notes": notes + missing}
+        return {"results": results, "inputs": inputs, "notes": notes + failed + missing}
 
     def contenders(self, batch: int) -> Iterator[Contender]:
         """What is compared at a batch size."""
