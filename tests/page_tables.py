@@ -488,6 +488,54 @@ def whole_curve(found):
     ]
 
 
+PEERS = {
+    "jaxspec": "jaxspec",
+    "vllm": "vLLM",
+    "openvino": "OpenVINO GenAI",
+    "transformers": "transformers",
+    "llama_cpp": "llama.cpp",
+}
+
+
+@of("peers-cpu.json")
+def peers_speed(found):
+    sizes = found["config"]["batch_sizes"]
+    runs = {(run["engine"], run["drafter"], run["batch_size"]): run for run in found["results"]}
+    rows = []
+    for engine, drafter in dict.fromkeys((name, drafter) for name, drafter, _ in runs):
+        own = [runs[engine, drafter, size] for size in sizes]
+        equal = [run.get("equal_to_batch_1") for run in own]
+        number = found["config"]["num_prompts"][0]
+        rows.append(
+            [f"{PEERS[engine]}, {'plain' if drafter == 'none' else 'n-grams'}"]
+            + [f"{run['tokens_per_s']:.0f}" if "why" not in run else "crashed" for run in own]
+            + [", ".join("-" if n is None else str(n) for n in equal) + f" of {number}"]
+        )
+    return [*batches(sizes), "outputs that stay the same"], rows
+
+
+@of("peers-cpu.json")
+def peers_parts(found):
+    rows = []
+    for run in found["results"]:
+        speed = [f"{run['batch_size']}", PEERS[run["engine"]], run["drafter"].replace("none", "-")]
+        if "why" in run:
+            rows.append([*speed, *["crashed"] * 2, "", "", ""])
+            continue
+        low, high = run["range"]
+        compared = run.get("num_compared", {})
+        equal = [
+            f"{run[key]} of {compared[key]}" if key in compared else ""
+            for key in ("equal_to_plain", "equal_to_batch_1")
+        ]
+        speed.append(f"{run['tokens_per_s']:.0f} ({low:.0f} to {high:.0f})")
+        parts = (f"{run['prefill_s']:.2f}", f"{run['decode_tokens_per_s']:.0f}")
+        peak = f"{run['peak_bytes'] / 1e9:.1f}"
+        rows.append([*speed, *parts, peak, ", ".join(filter(None, equal))])
+    header = ["batch", "engine", "drafter", "tokens/s (range)", "prefill, s"]
+    return [*header, "decoding, tokens/s", "peak GB", "as own plain, there and at batch 1"], rows
+
+
 @of("ngram-cpu.json")
 def ngram_rules(found):
     rows = []

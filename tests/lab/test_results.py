@@ -103,9 +103,9 @@ def test_rounds_of_a_draft_model(target, draft, length):
 
 
 def test_rounds_of_an_n_gram(target):
-    found = document("heads-cpu.json")
-    wanted = page_tables.emitted(found, "n-gram", 4)
-    assert of_samples(target, jaxspec.NGram(), 4, found["config"]["max_tokens"]) == wanted
+    found = document("ngram-cpu.json")["demo"]
+    wanted = found["emitted_per_round"]
+    assert of_samples(target, jaxspec.NGram(), 4, found["max_tokens"]) == wanted
 
 
 def test_bytes_of_an_engine(target, draft):
