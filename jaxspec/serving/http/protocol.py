@@ -373,7 +373,7 @@ def prompt_logprobs(
             for rank, (token, value) in enumerate(ranked, start=1)
         }
 
-    return [each and entries(each) for each in logprobs]
+    return [None if each is None else entries(each) for each in logprobs]
 
 
 def chat_logprobs(
