@@ -40,7 +40,7 @@ def test_they_have_the_bits_that_generating_the_tokens_reports(dtype):
     engine = Engine(
         target, DraftModel(draft), draft_length=3, batch_size=3, max_length=512, max_logprobs=2
     )
-    prompts = [list(range(5, 5 + length)) for length in (1, 7, 300, 129, 40)]
+    prompts = [list(range(5, 5 + length)) for length in (1, 7, 300, 129, 40, 60, 121)]
     made = engine.generate(prompts, SamplingParams(max_tokens=8, ignore_eos=True, logprobs=2))
     whole = [[*one.prompt_token_ids, *one.token_ids] for one in made]
     for prompt, one, scored in zip(prompts, made, engine.generate(whole, SCORE), strict=True):
@@ -80,6 +80,7 @@ def check_values(target, completions):
 def test_they_are_those_of_a_full_pass_and_a_shift_is_seen(engine):
     scored = engine.generate(PROMPTS, SCORE)
     check_values(engine.target, scored)
+    assert prompt_logprobs(engine.generate(PROMPTS[:1], SCORE)) == [(None,)]  # nothing to prefill
     assert all(
         (one.token_ids, one.text, one.finish_reason) == ((), None, "length") for one in scored
     )
