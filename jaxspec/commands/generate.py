@@ -317,7 +317,10 @@ class GenerateCommand(
             verify_length=self.verify_length,
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
-            max_logprobs=self.given_sampling().get("logprobs"),
+            max_logprobs=max(
+                (self.given_sampling().get(name) for name in ("logprobs", "prompt_logprobs")),
+                key=lambda number: -1 if number is None else number,
+            ),
             trace=None if self.trace is None else "rounds",
             **self.given_engine(),
         )

@@ -129,7 +129,8 @@ class SamplingOptions:
     """More fields of `jaxspec.SamplingParams`, as a JSON object, such as `{"top_k": 50,
     "repetition_penalty": 1.1}`. They are `top_k`, `min_p`, `min_tokens`, `stop_token_ids`,
     `repetition_penalty`, `presence_penalty`, `frequency_penalty`, `logit_bias`,
-    `allowed_token_ids`, `logprobs`, and `stop` and `ignore_eos` where they are no options."""
+    `allowed_token_ids`, `logprobs`, `prompt_logprobs`, and `stop` and `ignore_eos` where they
+    are no options."""
 
     def given_sampling(self) -> dict[str, Any]:
         """The fields of `SamplingParams` that were given."""

@@ -15,6 +15,7 @@ from jax import lax
 from jaxspec.cache import layouts
 from jaxspec.decode.parts import RoundParts, params_of
 from jaxspec.decode.plain import plain_round
+from jaxspec.decode.recorders import record_prompt_logprobs
 from jaxspec.decode.round import speculative_round
 from jaxspec.decode.state import (
     Admission,
@@ -79,10 +80,40 @@ def prefill_target(
 ) -> DecodeState:
     """`prefill` by the target only. The drafter lags, but a drafter with taps sees the target's
     features."""
+    return _prefill_target(parts, params, state, rows, starts)[0]
+
+
+def score(
+    parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+) -> DecodeState:
+    """`prefill_target` that also records the log-probabilities of the prompts' tokens. A row that
+    asks for no tokens ends with its prompt."""
+    assert parts.logprobs is not None, "a request for them is refused otherwise"
+    state, hidden, starts, stops = _prefill_target(parts, params, state, rows, starts)
+    logprobs = record_prompt_logprobs(
+        parts.logprobs,
+        parts.target,
+        params["target"],
+        state,
+        hidden,
+        rows=rows,
+        starts=starts,
+        stops=stops,
+    )
+    is_done = state.is_running & (state.num_committed >= state.limit)
+    finish = jnp.where(is_done, state.limit_finish, state.finish)
+    return state.replace(logprobs=logprobs, finish=finish)
+
+
+def _prefill_target(
+    parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+) -> tuple[DecodeState, jax.Array, jax.Array, jax.Array]:
+    """The state of `prefill_target`, the target's last hidden states `[R, chunk, E]`, and where the
+    chunks begin and stop, `[R]` int32."""
     is_here, own = rows >= 0, jnp.maximum(rows, 0)
     stops = jnp.minimum(starts + parts.shape.prefill_chunk, state.num_committed[own] - 1)
     starts, stops = jnp.where(is_here, starts, 0), jnp.where(is_here, stops, 0)
-    cache, features = prefill_chunks(
+    cache, features, hidden = prefill_chunks(
         parts.target,
         params["target"],
         state.cache,
@@ -94,10 +125,10 @@ def prefill_target(
         taps=parts.drafter.taps,
     )
     state = mark_prefilled(state.replace(cache=cache), rows, stops)
-    if features is None:
-        return state
-    observe = parts.drafter.observe
-    return _tell_of_chunks(parts, observe, params, state, rows, starts, stops, features)
+    if features is not None:
+        observe = parts.drafter.observe
+        state = _tell_of_chunks(parts, observe, params, state, rows, starts, stops, features)
+    return state, hidden, starts, stops
 
 
 def catch_up(parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
@@ -287,6 +318,12 @@ class DecodeLoop:
     ) -> DecodeState:
         """`prefill` for the target only."""
         return prefill_target(self.parts, params, state, rows, starts)
+
+    def score(
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`prefill_target` with log-probabilities of the prompts' tokens."""
+        return score(self.parts, params, state, rows, starts)
 
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
         """State after the drafter has read one chunk for each of `rows`."""

@@ -6,6 +6,7 @@ own buffers with the round added. Later rounds read none of them, so recording c
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -15,8 +16,12 @@ from jax import lax
 from jaxspec import sampling
 from jaxspec.decode.state import LogprobsConfig, scatter_rows
 from jaxspec.kernels import sums
+from jaxspec.models.base import Model, logits_of
+from jaxspec.models.prefill import chain_window
 from jaxspec.telemetry.trace import TraceConfig, record_round
-from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, RoundInfo
+from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, PyTree, RoundInfo
+
+SCORED_TOGETHER = 64  # positions of a prompt whose logits there are at a time
 
 
 def record(
@@ -79,12 +84,64 @@ def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo)
         logits = sampling.filtered_logits(logits, info.rows.sampling)
     logprobs = sums.log_softmax(logits)
     logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
-    of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
-    top, top_tokens = lax.top_k(logprobs, config.num_top)
+    new = _chosen(config, logprobs, tokens)
     num_written = jnp.where(state.is_running, tokens.shape[1], 0)
-    new = Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
     return jax.tree.map(
         lambda buffer, values: scatter_rows(buffer, state.num_committed, values, num_written),
         state.logprobs,
         new,
     )
+
+
+def _chosen(config: LogprobsConfig, logprobs: jax.Array, tokens: jax.Array) -> Logprobs:
+    """Of log-probabilities `[B, T, V]` those of `tokens` `[B, T]`, and the likeliest."""
+    of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
+    top, top_tokens = lax.top_k(logprobs, config.num_top)
+    return Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
+
+
+def record_prompt_logprobs(
+    config: LogprobsConfig,
+    target: Model,
+    params: PyTree,
+    state: DecodeState,
+    hidden: jax.Array,
+    *,
+    rows: jax.Array,
+    starts: jax.Array,
+    stops: jax.Array,
+) -> Logprobs:
+    """The buffers with the log-probabilities, under the model's own logits, of the prompt tokens
+    that follow those of some chunks.
+
+    The head runs in blocks of `SCORED_TOGETHER` positions, and only for blocks with tokens. A token
+    has its place in its block whatever else is prefilled.
+
+    Args:
+      hidden: `[R, chunk, E]`, the target's last hidden states.
+      rows: `[R]` int32, the row of each chunk; -1 where there are fewer, and these come last.
+      starts: `[R]` int32, each chunk's first token.
+      stops: `[R]` int32, one past each chunk's last token.
+    """
+    chunk, num_slots = hidden.shape[1], state.tokens.shape[1]
+    size = min(SCORED_TOGETHER, chunk)
+
+    def score_block(place: jax.Array, index: jax.Array, logprobs: Logprobs) -> Logprobs:
+        first = jnp.minimum(index * size, chunk - size)
+        block = lax.dynamic_slice(hidden, (place, first, 0), (1, size, hidden.shape[2]))
+        window = chain_window((starts[place] + first)[None], size, stop=stops[place][None])
+        following = jnp.where(window.slots < 0, num_slots, window.slots + 1)[0]
+        tokens = state.tokens[rows[place]].at[following].get(mode="clip")
+        found = sums.log_softmax(logits_of(target, params, block, window))
+        return jax.tree.map(
+            lambda buffer, new: buffer.at[rows[place], following].set(new[0], mode="drop"),
+            logprobs,
+            _chosen(config, found, tokens[None]),
+        )
+
+    def score_chunk(place: jax.Array, logprobs: Logprobs) -> Logprobs:
+        num_blocks = (stops[place] - starts[place] + size - 1) // size
+        return lax.fori_loop(0, num_blocks, functools.partial(score_block, place), logprobs)
+
+    num_chunks = jnp.sum(rows >= 0, dtype=jnp.int32)
+    return lax.fori_loop(0, num_chunks, score_chunk, state.logprobs)

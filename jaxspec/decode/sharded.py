@@ -267,6 +267,12 @@ class ShardedLoop:
         """`prefill` for the target only."""
         return self._on_rows(self._of_shard.prefill_target, params, state, rows, starts)
 
+    def score(
+        self, params: PyTree, state: DecodeState, rows: jax.Array, starts: jax.Array
+    ) -> DecodeState:
+        """`prefill_target` with log-probabilities of the prompts' tokens."""
+        return self._on_rows(self._of_shard.score, params, state, rows, starts)
+
     def catch_up(self, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
         """State after the drafter has read a chunk for each of `rows` `[D, R]`, as in `prefill`."""
 

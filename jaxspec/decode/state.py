@@ -191,9 +191,11 @@ def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> Decod
 
 
 def _first_finish(admission: Admission) -> jax.Array:
-    """A prompt of one token needs no prefill: it is the root of the first round."""
-    begins = jnp.where(jnp.greater(admission.length, 1), Finish.PREFILLING, Finish.RUNNING)
-    return jnp.where(jnp.less(admission.length, admission.limit), begins, admission.limit_finish)
+    """A prompt of one token needs no prefill: it is the root of the first round. A row that asks
+    for no tokens ends with its prefill."""
+    wants_tokens = jnp.less(admission.length, admission.limit)
+    at_once = jnp.where(wants_tokens, Finish.RUNNING, admission.limit_finish)
+    return jnp.where(jnp.greater(admission.length, 1), Finish.PREFILLING, at_once)
 
 
 def mark_prefilled(state: DecodeState, rows: jax.Array, stops: jax.Array) -> DecodeState:

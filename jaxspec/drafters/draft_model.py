@@ -309,7 +309,7 @@ class DraftModel(Drafter):
         """Reads a chunk of the unseen tokens of row `row`."""
         start = state.num_seen[row]
         stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
-        cache, _ = prefill_chunks(
+        cache, *_ = prefill_chunks(
             self.model,
             params,
             state.cache,

@@ -108,13 +108,15 @@ class EngineCore:
         prefilled and output is awaited, a step is a few chunks and `rounds_per_piece` rounds."""
         self.watched(self._step)
 
-    def warm_up(self, on_program: OnProgram | None) -> tuple[Compiled, ...]:
+    def warm_up(
+        self, on_program: OnProgram | None, *, scoring: bool = False
+    ) -> tuple[Compiled, ...]:
         """Compiles every program, without the lock (see `Executor.warm_up`), and then measures.
 
         Raises:
           RequestError: the device does not answer.
         """
-        warm_up = functools.partial(self.executor.warm_up, on_program)
+        warm_up = functools.partial(self.executor.warm_up, on_program, scoring=scoring)
         compiled: tuple[Compiled, ...] = ()
         if self._step_timeout_s is None:
             compiled = warm_up()
@@ -391,13 +393,17 @@ class EngineCore:
         while taken := self._take_chunks():
             chunks += taken
             num_chunks += 1
-            is_running = not all(ticket.is_prefilling for ticket in tickets.values())
+            is_running = any(ticket.is_decoding for ticket in tickets.values())
             is_awaited = is_running and _is_interactive(tickets.values())
             if is_awaited and num_chunks >= self._chunk_budget():
                 break
         if not chunks:
             return
-        self.executor.prefill(chunks, target_only=self.drafting.is_resting)
+        scored = [each for each in chunks if tickets[each[0]].is_scored]
+        if scored:
+            self.executor.prefill(scored, is_scored=True)
+        if others := [each for each in chunks if each not in scored]:
+            self.executor.prefill(others, target_only=self.drafting.is_resting)
         for row in dict(chunks):
             self._catch_up(tickets[row])
 
@@ -407,6 +413,8 @@ class EngineCore:
         call where that takes no longer, because padding is computed too."""
         num_running, num_unread = collections.Counter(), collections.Counter()
         for row, ticket in self.queue.tickets_by_row.items():
+            if not ticket.is_prefilling and not ticket.is_decoding:
+                continue
             counts = num_unread if ticket.is_prefilling else num_running
             counts[self.executor.shard_of(row)] += 1
         parts = self.executor.parts
@@ -434,9 +442,9 @@ class EngineCore:
 
     def _catch_up(self, ticket: Ticket) -> None:
         """Lets the drafter catch up on a prompt whose beginning was not prefilled for this request,
-        as soon as the target has prefilled the rest."""
+        or that the target alone has read, as soon as the target has prefilled the rest."""
         if (
-            ticket.num_reused
+            (ticket.num_reused or ticket.is_scored)
             and ticket.draft_length
             and not ticket.is_prefilling
             and not self.drafting.is_resting
@@ -449,18 +457,18 @@ class EngineCore:
     def _run_rounds(self) -> None:
         """Decodes until the host has something to do."""
         executor, tickets = self.executor, self.queue.tickets_by_row
-        running = {row: ticket for row, ticket in tickets.items() if not ticket.is_prefilling}
+        running = {row: ticket for row, ticket in tickets.items() if ticket.is_decoding}
         if not running:
             return
         num_rounds, min_running = self._rounds_per_sync, np.ones((executor.num_shards,), np.int32)
         if _is_interactive(tickets.values()):  # stop when a row ends, to report it at once
             for shard, number in collections.Counter(map(executor.shard_of, running)).items():
                 min_running[shard] = number
-            if len(running) < len(tickets) or any(one.is_streamed for one in tickets.values()):
+            if any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(self._rounds_per_piece, num_rounds)
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
-        if any(ticket.deadline is not None for ticket in tickets.values()):
+        if len(running) < len(tickets) or any(one.deadline is not None for one in tickets.values()):
             num_rounds = min(self._rounds_per_piece, num_rounds)
         choice = self.drafting.before_rounds(tickets, num_rounds)
         executor.run(
@@ -548,6 +556,12 @@ class EngineCore:
         """The completion of a row that has ended, from a state on the host."""
         request = ticket.request
         first, last = ticket.prompt_length, int(state.num_committed[row])
+        of_prompt, finish = None, Finish(int(state.finish[row]))
+        if ticket.is_scored and not ticket.is_prefilling:
+            found = _logprobs(state, row, 1, first, request.params.prompt_logprobs) or ()
+            of_prompt = (None, *found)
+            if any(math.isnan(value) for of_token in found for value in of_token.values()):
+                of_prompt, finish = None, Finish.NON_FINITE
         complete = functools.partial(
             make_completion,
             request,
@@ -559,12 +573,13 @@ class EngineCore:
             trace=row_trace(state.trace, row, ticket.acceptance.num_rounds),
             logprobs=_logprobs(state, row, first, last, request.params.logprobs),
             logprobs_mode=self._logprobs_mode,
+            prompt_logprobs=of_prompt,
             num_reused_tokens=ticket.num_reused,
             num_reread_tokens=ticket.num_reread,
             times=ticket.times,
         )
         try:
-            return complete(finish=Finish(int(state.finish[row])), stopped=ticket.stopped)
+            return complete(finish=finish, stopped=ticket.stopped)
         except Exception:  # from a tokenizer: the tokens are kept, and other requests continue
             _log.exception("the output of request %s cannot be read", request.request_id)
             return complete(finish=Finish.TOKENIZER_ERROR)
@@ -614,7 +629,7 @@ def _is_interactive(tickets: Collection[Ticket]) -> bool:
 def _logprobs(
     state: DecodeState, row: int, first: int, last: int, num_top: int | None
 ) -> tuple[dict[int, float], ...] | None:
-    """Log-probabilities by token id of the output tokens of a row, from a state on the host."""
+    """Log-probabilities by token id of some tokens of a row, from a state on the host."""
     kept: Any = state.logprobs
     if num_top is None or kept is None:
         return None

@@ -493,16 +493,19 @@ class Engine:
             if target is not None:
                 self.target = self.executor.target
 
-    def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
+    def warm_up(
+        self, on_program: OnProgram | None = None, *, scoring: bool = False
+    ) -> tuple[Compiled, ...]:
         """Compiles every program ahead of the first request instead of at its first use; see
-        `Executor.warm_up`. With `draft_length="auto"` it then measures the rounds, unless requests
+        `Executor.warm_up`; with `scoring` that of `prompt_logprobs` too.
+        With `draft_length="auto"` it then measures the rounds, unless requests
         are being decoded. Any thread may call it.
 
         Raises:
           RequestError: with `step_timeout_s`, the device does not answer.
         """
         check_callable(on_program=on_program)
-        return self._core.warm_up(on_program)
+        return self._core.warm_up(on_program, scoring=flag("scoring", scoring))
 
     def reset(self) -> None:
         """Drops the state of finished requests; no output depends on it. Sessions whose KV is in a

@@ -178,10 +178,14 @@ class Executor:
             "catch_up": self.program("catching up", everywhere.catch_up, **updates),
             "lag": self.program("lag", everywhere.lag),
         }
+        if parts.logprobs is not None:
+            self.programs["score"] = self.program(
+                "prefill with log-probabilities", everywhere.score, **updates
+            )
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
-        unused = () if is_adaptive else ("prefill_target", "catch_up", "lag")
+        unused = ("score",) if is_adaptive else ("prefill_target", "catch_up", "lag", "score")
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -318,15 +322,24 @@ class Executor:
         admission = make_admission(request, self.parts, draft_length=draft_length, arrival=arrival)
         self.state = self.programs["admit"](self.params, self.state, np.int32(row), admission)
 
-    def prefill(self, chunks: Iterable[tuple[int, int]], *, target_only: bool = False) -> None:
+    def prefill(
+        self,
+        chunks: Iterable[tuple[int, int]],
+        *,
+        target_only: bool = False,
+        is_scored: bool = False,
+    ) -> None:
         """Prefills chunks of prompts, with as few calls as these fit into.
 
         Args:
           chunks: a row and the index of the chunk's first token, for each chunk; those of a row in
             order and without a gap.
           target_only: whether to leave out the drafter, which then lags; see `catch_up`.
+          is_scored: whether to record log-probabilities of the prompts' tokens, from the first on;
+            the drafter is left out.
         """
-        prefill = self.programs["prefill_target" if target_only else "prefill"]
+        name = "prefill_target" if target_only else "prefill"
+        prefill = self.programs["score" if is_scored else name]
         for rows, starts in self.prefill_calls(chunks):
             self.state = prefill(self.params, self.state, rows, starts)
 
@@ -471,12 +484,15 @@ class Executor:
         target: Any = self.parts.target
         return dataclasses.replace(target, params=self.target_params)
 
-    def warm_up(self, on_program: OnProgram | None = None) -> tuple[Compiled, ...]:
+    def warm_up(
+        self, on_program: OnProgram | None = None, *, scoring: bool = False
+    ) -> tuple[Compiled, ...]:
         """Compiles every program ahead of its first call. Nothing runs and no state is made.
 
         Args:
           on_program: called before each program is compiled, with an object that has `number`,
             `num_programs` and a name as its `str`.
+          scoring: whether to compile what `prompt_logprobs` need, too.
 
         Returns:
           for each program, its name, the seconds that it took, and whether the persistent cache had
@@ -492,13 +508,19 @@ class Executor:
             "admit": (self.params, state, number, admission),
             "prefill": (self.params, state, chunks, chunks),
             "prefill_target": (self.params, state, chunks, chunks),
+            "score": (self.params, state, chunks, chunks),
             "catch_up": (self.params, state, chunks),
             "lag": (state,),
             "end_rows": (state, np.zeros((self.num_rows,), bool), number),
         }
         run = (self.params, state, number, of_shards)
+        expected = dict(self._expected)
+        if scoring and "score" in self.programs:
+            names = ("score",) if self.parts.is_plain else ("score", "catch_up", "lag")
+            expected |= {name: self.programs[name] for name in names}
+            compilation.numbered(*expected.values())
         return compilation.warm_up(
-            {program: arguments.get(name, run) for name, program in self._expected.items()},
+            {program: arguments.get(name, run) for name, program in expected.items()},
             on_program,
         )
 

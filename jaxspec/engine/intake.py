@@ -71,9 +71,10 @@ class Intake:
         )
         self._check(request)
         self.executor.check_weights()
+        draft_length = self._draft_length(speculate, draft_length)
         return Ticket(
             request=request,
-            draft_length=self._draft_length(speculate, draft_length),
+            draft_length=draft_length if request.params.max_tokens else 0,
             has_consumer=False,
             is_interactive=True,
             deadline=_deadline(timeout_s),
@@ -94,7 +95,12 @@ class Intake:
             self._check(request)
         self.executor.check_weights()
         return [
-            Ticket(request=request, draft_length=draft_length, has_consumer=True, deadline=deadline)
+            Ticket(
+                request=request,
+                draft_length=draft_length if request.params.max_tokens else 0,
+                has_consumer=True,
+                deadline=deadline,
+            )
             for request in requests
         ]
 
@@ -121,12 +127,13 @@ class Intake:
         """Raises `SettingError` for a request for log-probabilities that the engine does not keep,
         and warns once if a request asks for more tokens than fit."""
         stop_tokens(request, self.executor.parts.target)
-        wanted, kept = request.params.logprobs, self.max_logprobs
-        if wanted is not None and (kept is None or wanted > kept):
-            raise SettingError(
-                f"Request {request.request_id} asks for {wanted} logprobs, and the engine keeps "
-                f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
-            )
+        for name in ("logprobs", "prompt_logprobs"):
+            wanted, kept = getattr(request.params, name), self.max_logprobs
+            if wanted is not None and (kept is None or wanted > kept):
+                raise SettingError(
+                    f"Request {request.request_id} asks for {wanted} {name}, and the engine keeps "
+                    f"{'none' if kept is None else kept}; make it with max_logprobs={wanted}."
+                )
         room = self.executor.longest_prompt + 1 - len(request.prompt_token_ids)
         if request.params.max_tokens > room and not self.has_warned.is_set():
             self.has_warned.set()

@@ -104,7 +104,10 @@ class KeptRows:
 
     def _longest(self, ticket: Ticket) -> tuple[Conversation | None, int]:
         """Whichever of its own conversation and the common prefixes shares most tokens with a
-        ticket's prompt, and how many these are."""
+        ticket's prompt, and how many these are; none if the prompt's log-probabilities are asked
+        for, which only prefilling it gives."""
+        if ticket.is_scored:
+            return None, 0
         prompt, own = ticket.request.prompt_token_ids, ticket.conversation
         best: tuple[Conversation | None, int] = None, 0
         for each in ([] if own is None else [own]) + self.prefixes:

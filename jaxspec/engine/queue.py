@@ -113,6 +113,16 @@ class Ticket:
         return self.num_prefilled < self.prompt_length - 1
 
     @property
+    def is_scored(self) -> bool:
+        """Whether the log-probabilities of its prompt are asked for."""
+        return self.request.params.prompt_logprobs is not None
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether rounds decode it: its prompt is prefilled, and it asks for tokens."""
+        return not self.is_prefilling and self.request.params.max_tokens > 0
+
+    @property
     def num_committed(self) -> int:
         """Number of tokens of prompt and output, as of the host's last check."""
         return self.prompt_length + self.acceptance.num_emitted_tokens

@@ -179,10 +179,11 @@ def _completion(line: dict[str, Any]) -> Completion:
         "origins": tuple(map(Origin, line["origins"])),
         "sampling_params": SamplingParams(**line["sampling_params"]),
     }
-    if "logprobs" in line:
-        line["logprobs"] = tuple(
-            {int(token): -math.inf if n <= LEAST_LOGPROB else n for token, n in each.items()}
-            for each in line["logprobs"]
+    for name in {"logprobs", "prompt_logprobs"} & set(line):
+        line[name] = tuple(
+            each
+            and {int(token): -math.inf if n <= LEAST_LOGPROB else n for token, n in each.items()}
+            for each in line[name]
         )
     return Completion(**line)
 

@@ -64,10 +64,10 @@ def prefill_chunks(
     stops: jax.Array,
     chunk: int,
     taps: tuple[int, ...] = (),
-) -> tuple[KVCache, jax.Array | None]:
+) -> tuple[KVCache, jax.Array | None, jax.Array]:
     """The cache with the KV of R chunks, each the tokens `starts` to `stops` (at most `chunk`) of
-    one row, and their residual stream `[R, chunk, n, E]` at the model's boundaries `taps`, None
-    without any.
+    one row, their residual stream `[R, chunk, n, E]` at the model's boundaries `taps`, None without
+    any, and their last hidden states `[R, chunk, E]`, which cost nothing unless they are used.
 
     Args:
       tokens: `[B, S]` int32, the rows' committed tokens.
@@ -80,5 +80,5 @@ def prefill_chunks(
     """
     window = chain_window(starts, chunk, stop=stops, rows=rows)
     own = jnp.take_along_axis(tokens[rows], window.positions, axis=1)
-    _, features, cache = forward_features(model, params, own, window, cache, taps)
-    return cache, features
+    hidden, features, cache = forward_features(model, params, own, window, cache, taps)
+    return cache, features, hidden

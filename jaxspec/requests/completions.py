@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import html
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 
 from jaxspec.errors import SettingError
@@ -81,6 +81,8 @@ class Completion:
         the likeliest ones; None unless asked for.
       logprobs_mode: `raw_logprobs` (of the model's own logits) or `processed_logprobs` (of the
         distribution that was sampled from), as in vLLM.
+      prompt_logprobs: the same for the tokens of the prompt, under the model's own logits, with
+        None for the first; None unless asked for, and if the request ended before they were there.
       num_reused_tokens: prompt tokens whose KV was reused from the session or from a cached prefix;
         None where there was neither.
       num_reread_tokens: prompt tokens that the session had prefilled or emitted before, and that
@@ -105,6 +107,9 @@ class Completion:
     seed: int | None = None
     logprobs: tuple[dict[int, float], ...] | None = dataclasses.field(repr=False, default=None)
     logprobs_mode: str | None = None
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = dataclasses.field(
+        repr=False, default=None
+    )
     num_reused_tokens: int | None = None
     num_reread_tokens: int | None = None
     origins: tuple[Origin, ...] = dataclasses.field(repr=False)
@@ -134,10 +139,9 @@ class Completion:
             fields["num_reread_tokens"] = self.num_reread_tokens
         if self.logprobs is not None:
             fields["logprobs_mode"] = self.logprobs_mode
-            fields["logprobs"] = [
-                {str(token): max(value, LEAST_LOGPROB) for token, value in of_token.items()}
-                for of_token in self.logprobs
-            ]
+            fields["logprobs"] = list(map(_written, self.logprobs))
+        if self.prompt_logprobs is not None:
+            fields["prompt_logprobs"] = [each and _written(each) for each in self.prompt_logprobs]
         return fields
 
     def __rich__(self):
@@ -368,6 +372,11 @@ class Completions(list[Completion]):
         return tokens_frame(self, columns, None if tokenizer is None else tokenizer.texts)
 
 
+def _written(of_token: Mapping[int, float]) -> dict[str, float]:
+    """Log-probabilities by token id as JSON has them."""
+    return {str(token): max(value, LEAST_LOGPROB) for token, value in of_token.items()}
+
+
 def counted(number: int, noun: str) -> str:
     """E.g. `1 token`, `2 tokens`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
@@ -502,6 +511,7 @@ def make_completion(
     stopped: StopMatch | None = None,
     logprobs: tuple[dict[int, float], ...] | None = None,
     logprobs_mode: str | None = None,
+    prompt_logprobs: tuple[dict[int, float] | None, ...] | None = None,
     num_reused_tokens: int | None = None,
     num_reread_tokens: int | None = None,
     times: RequestTimes | None = None,
@@ -549,6 +559,7 @@ def make_completion(
         sampling_params=request.params,
         logprobs=logprobs,
         logprobs_mode=logprobs_mode if logprobs is not None else None,
+        prompt_logprobs=prompt_logprobs,
         num_reused_tokens=num_reused_tokens,
         num_reread_tokens=num_reread_tokens,
         origins=tuple(Origin(int(origin)) for origin in origins),

@@ -32,7 +32,7 @@ LARGEST_BIAS = 100.0  # in either direction, as in OpenAI's API
 # Ranges of the fields that are numbers and depend on no other: the smallest and the largest of
 # whole numbers, and arguments of `number` for the others; with the range in words.
 _WHOLE_NUMBERS = {
-    "max_tokens": (1, LARGEST_COUNT, "from 1 to 2**30"),
+    "max_tokens": (0, LARGEST_COUNT, "from 1 to 2**30, or 0 with prompt_logprobs"),
     "top_k": (-1, LARGEST_COUNT, "at least 1, or 0 or -1 (off)"),
     "n": (1, LARGEST_N, f"from 1 to {LARGEST_N}"),
 }
@@ -60,7 +60,7 @@ class SamplingParams:
     penalties, `min_tokens`, temperature, top-k, top-p, min-p.
 
     Attributes:
-      max_tokens: tokens to emit at most.
+      max_tokens: tokens to emit at most; 0 only with `prompt_logprobs`.
       min_tokens: emitted tokens before which no stop token or string ends the output.
       temperature: 0 is greedy; otherwise logits are divided by it.
       top_k: keep the k likeliest tokens, and all that tie with the last; 0 and -1 are off.
@@ -75,6 +75,8 @@ class SamplingParams:
       ignore_eos: do not stop at the model's EOS tokens.
       logprobs: return log-probabilities of this many likeliest tokens, and of the emitted one, at
         each position; needs an engine with `max_logprobs`. None returns none.
+      prompt_logprobs: the same for the tokens of the prompt, under the model's own logits; the
+        first token has none. With `max_tokens` 0 nothing is generated.
       repetition_penalty: above 1 makes tokens of prompt and output less likely; 1 is off.
       presence_penalty: subtracted from logits of tokens in the output; 0 is off.
       frequency_penalty: subtracted once per occurrence in the output; 0 is off.
@@ -99,6 +101,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -115,6 +118,8 @@ class SamplingParams:
         if 0 < checked["temperature"] < LOWEST_TEMPERATURE:
             raise refusal("temperature", self.temperature, _NUMBERS["temperature"][0])
         max_tokens, n = checked["max_tokens"], checked["n"]
+        if max_tokens == 0 and self.prompt_logprobs is None:
+            raise refusal("max_tokens", 0, _WHOLE_NUMBERS["max_tokens"][-1])
         checked |= {
             "min_tokens": whole_number(
                 "min_tokens",
@@ -136,8 +141,9 @@ class SamplingParams:
                 most=LARGEST_SEED - n + 1,
                 expected="from 0 to 2**63 - n, as each completion has its own",
             )
-        if self.logprobs is not None:
-            checked["logprobs"] = whole_number("logprobs", self.logprobs, least=0)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                checked[name] = whole_number(name, getattr(self, name), least=0)
         if self.allowed_token_ids is not None:
             checked["allowed_token_ids"] = _allowed_token_ids(self.allowed_token_ids)
         for name, value in checked.items():

@@ -479,8 +479,9 @@ def _refuse_host_settings(params: SamplingParams) -> None:
             f"The stop strings {params.stop} were given, and this engine does not read text; look "
             "for them in the output and free the row, or name stop_token_ids."
         )
-    if params.logprobs is not None:
-        raise SettingError(
-            f"{params.logprobs} logprobs were asked for, and this engine keeps none; use "
-            "jaxspec.Engine with max_logprobs."
-        )
+    for name in ("logprobs", "prompt_logprobs"):
+        if (number := getattr(params, name)) is not None:
+            raise SettingError(
+                f"{number} {name} were asked for, and this engine keeps none; use "
+                "jaxspec.Engine with max_logprobs."
+            )

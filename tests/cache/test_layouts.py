@@ -148,7 +148,7 @@ def test_plain_decoding_and_trees_run_aligned(setting):
 
 def read_alone(target, tokens):
     """K and V of each layer `[n, K, H]` of `tokens`, read at once into a ragged cache."""
-    cache, _ = prefill_chunks(
+    cache, *_ = prefill_chunks(
         target,
         target.params,
         target.init_cache(1, MAX_LENGTH),

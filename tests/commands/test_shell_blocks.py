@@ -62,6 +62,7 @@ NOT_RUN = {
     "tests/commands/test_audit.py makes and compares some",
     "jaxspec chat --target FILE.gguf": "tests/conversion/test_gguf.py chats with a GGUF file",
     "jaxspec serve": "serves until a signal; tests/serving/http/test_serve_command.py runs it",
+    "lm_eval": "needs lm-eval and a data set of the hub, and talks to that server; run by hand",
     "vllm bench serve": "needs vLLM, and talks to that server; run by hand, see its result",
     "curl": "talks to that server; tests/serving/http does the same",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "

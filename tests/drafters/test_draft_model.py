@@ -33,7 +33,7 @@ def seen_kv(state, draft):
     drafter = state.drafter
     fresh = draft.init_cache(state.tokens.shape[0], state.cache.capacity)
     for row in range(state.tokens.shape[0]):
-        fresh, _ = prefill_chunks(
+        fresh, *_ = prefill_chunks(
             draft,
             draft.params,
             fresh,

@@ -305,6 +305,16 @@ def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     assert num_compiled() == before
 
 
+def test_a_warm_up_compiles_what_prompt_logprobs_need_if_it_is_told_to(num_compiled):
+    engine = make("speculative")
+    assert not any("log-probabilities" in record.name for record in engine.warm_up())
+    assert any("log-probabilities" in record.name for record in engine.warm_up(scoring=True))
+    before = num_compiled()
+    for max_tokens in (0, 5):
+        engine.generate([[1] * 40, [2]], SamplingParams(max_tokens=max_tokens, prompt_logprobs=2))
+    assert num_compiled() == before
+
+
 @pytest.mark.parametrize("kind", ["plain", "serving"])
 def test_the_check_above_catches_a_state_of_another_type(kind, num_compiled, monkeypatch):
     engine, real = make(kind), compilation.shapes_at

@@ -104,10 +104,12 @@ def test_a_run_is_decoded_again_to_the_token(saved, engine, completions):
 
 def test_other_forms_of_completions_and_weights(completions):
     """Log-probabilities of filtered tokens, turns of a session, parameters of a user's own."""
-    more = {"logprobs": ({3: -np.inf, 4: -0.1},), "num_reused_tokens": 2, "num_reread_tokens": 0}
+    more = {"logprobs": ({3: -np.inf, 4: -0.1},), "prompt_logprobs": (None, {5: -np.inf})}
+    more |= {"num_reused_tokens": 2, "num_reread_tokens": 0}
     one = dataclasses.replace(completions[0], **more)
     read = _completion(json.loads(json.dumps(_line(one))))
     assert (read, read.num_reread_tokens, read.logprobs) == (one, 0, one.logprobs)
+    assert read.prompt_logprobs == one.prompt_logprobs
     values = jnp.arange(3.0)
     forms = [{"head": values}, {"head": 2 * values}, Own(values), Own(2 * values), [Own(values)]]
     assert len({weights_digest(params) for params in forms}) == len(forms)

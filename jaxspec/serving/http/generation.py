@@ -114,6 +114,12 @@ class Generation:
             raise SettingError(f"n {body.n} was given; it must be from 1 to {settings.max_n}.")
         if body.stream_options is not None and not body.stream:
             raise SettingError("stream_options was given without stream; leave it out.")
+        if body.stream and body.num_prompt_logprobs is not None:
+            asked = "echo with logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise SettingError(
+                f"{asked} was given with stream, and a stream has log-probabilities of the output "
+                "only; leave stream out."
+            )
         self.prompts = prompts
         name = "The prompt" if len(prompts) == 1 else "Prompt {}"
         encode = service.token_ids
@@ -203,6 +209,7 @@ class Generation:
         choices = [self.choice(index, one) for index, one in enumerate(copied)]
         return self.envelope(
             choices,
+            **(self.prompt_logprobs(completions[0]) if self.is_chat else {}),
             usage=protocol.usage(completions, self.copies),
             metrics=protocol.speculation(completions),
         )
@@ -213,13 +220,30 @@ class Generation:
         output: dict[str, Any] = {"text": whole}
         if self.is_chat:
             output = {"message": {"role": "assistant", "content": whole}}
+        else:
+            output |= self.prompt_logprobs(completion)
+        token_ids, logprobs = completion.token_ids, completion.logprobs
+        if logprobs is not None and getattr(self.body, "echo", False):
+            token_ids = completion.prompt_token_ids + token_ids
+            # A request that timed out before its prompt was read has none.
+            logprobs = completion.prompt_logprobs and completion.prompt_logprobs + logprobs
         return {
             "index": index,
             **output,
-            "logprobs": self.logprobs(index, completion.token_ids, completion.logprobs),
+            "logprobs": self.logprobs(index, token_ids, logprobs),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             **self.ids_of(index, completion.token_ids),
+        }
+
+    def prompt_logprobs(self, completion: Completion) -> dict[str, Any]:
+        """The log-probabilities of the prompt, if they were asked for by this name."""
+        num_top, found = self.body.prompt_logprobs, completion.prompt_logprobs
+        if num_top is None:
+            return {}
+        tokenizer = self.service.tokenizer
+        return {
+            "prompt_logprobs": found and protocol.prompt_logprobs(tokenizer, found, num_top=num_top)
         }
 
     def ids_of(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
@@ -246,8 +270,9 @@ class Generation:
         if self.is_chat:
             return protocol.chat_logprobs(tokenizer, token_ids, logprobs, num_top=num_top)
         offset = self.offsets.get(index, 0)
-        found = protocol.completion_logprobs(tokenizer, token_ids, logprobs, offset=offset)
-        self.offsets[index] = offset + sum(map(len, found["tokens"]))
+        found, self.offsets[index] = protocol.completion_logprobs(
+            tokenizer, token_ids, logprobs, offset=offset
+        )
         return found
 
     def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:

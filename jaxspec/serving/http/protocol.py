@@ -18,7 +18,7 @@ from jaxspec.runtime.values import shown
 # and are sent by default.
 NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(
-        "audio guided_grammar guided_json guided_regex prediction prompt_logprobs reasoning_effort "
+        "audio guided_grammar guided_json guided_regex prediction reasoning_effort "
         "structured_outputs truncate_prompt_tokens web_search_options".split(),
         (),
     ),
@@ -107,6 +107,7 @@ class GenerationBody(Body):
     ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
     allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
     return_token_ids: bool | None = None
     session_id: str | None = None
     speculate: bool | None = None
@@ -116,6 +117,11 @@ class GenerationBody(Body):
     def num_logprobs(self) -> int | None:
         """Log-probabilities that are asked for at each position; None for none."""
         raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
 
     def sampling(self, defaults: SamplingParams, *, room: int) -> SamplingParams:
         """The sampling parameters, with the server's defaults for what was not given.
@@ -132,7 +138,8 @@ class GenerationBody(Body):
         temperature = given.get("temperature", defaults.temperature)
         if temperature == 0 and given.get("n", 1) > 0:
             given.pop("n", None)
-        return dataclasses.replace(defaults, **given, logprobs=self.num_logprobs)
+        given |= {"logprobs": self.num_logprobs, "prompt_logprobs": self.num_prompt_logprobs}
+        return dataclasses.replace(defaults, **given)
 
 
 class CompletionBody(GenerationBody):
@@ -145,12 +152,14 @@ class CompletionBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         """See `GenerationBody`."""
-        if self.echo and self.logprobs is not None:
-            raise SettingError(
-                "echo was given with logprobs, which asks for log-probabilities of the prompt, and "
-                "this server has those of the output only; leave one of them out."
-            )
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """See `GenerationBody`; `logprobs` are those of the prompt too if it is repeated."""
+        if self.prompt_logprobs is None and self.echo:
+            return self.logprobs
+        return self.prompt_logprobs
 
     @property
     def prompts(self) -> list[Any]:
@@ -321,27 +330,50 @@ def token_text(tokenizer: TextTokenizer, token: int) -> str:
 def completion_logprobs(
     tokenizer: TextTokenizer,
     token_ids: Sequence[int],
-    logprobs: Sequence[Mapping[int, float]],
+    logprobs: Sequence[Mapping[int, float] | None],
     *,
     offset: int,
-) -> dict[str, Any]:
-    """Log-probabilities in the form of completions; `offset` is that of the first token."""
+) -> tuple[dict[str, Any], int]:
+    """Log-probabilities in the form of completions, null for a prompt's first token; and the offset
+    of what follows. `offset` is that of the first token; special tokens are not in the text."""
     tokens = [token_text(tokenizer, token) for token in token_ids]
-    offsets = []
-    for text in tokens:
-        offsets.append(offset)
-        offset += len(text)
-    return {
+    offsets = [offset]
+    for token, text in zip(token_ids, tokens, strict=True):
+        offsets.append(offsets[-1] + (0 if token in tokenizer.special_tokens else len(text)))
+    found = {
         "tokens": tokens,
         "token_logprobs": [
-            max(each[token], LEAST_LOGPROB) for token, each in zip(token_ids, logprobs, strict=True)
+            each and max(each[token], LEAST_LOGPROB)
+            for token, each in zip(token_ids, logprobs, strict=True)
         ],
         "top_logprobs": [
-            {token_text(tokenizer, t): max(value, LEAST_LOGPROB) for t, value in each.items()}
+            each
+            and {token_text(tokenizer, t): max(value, LEAST_LOGPROB) for t, value in each.items()}
             for each in logprobs
         ],
-        "text_offset": offsets,
+        "text_offset": offsets[:-1],
     }
+    return found, offsets[-1]
+
+
+def prompt_logprobs(
+    tokenizer: TextTokenizer, logprobs: Sequence[Mapping[int, float] | None], *, num_top: int
+) -> list[dict[str, Any] | None]:
+    """Log-probabilities of a prompt by token id, as in vLLM; the rank is null for a token that is
+    not among the `num_top` likeliest."""
+
+    def entries(each: Mapping[int, float]) -> dict[str, Any]:
+        ranked = sorted(each.items(), key=lambda pair: -pair[1])
+        return {
+            str(token): {
+                "logprob": max(value, LEAST_LOGPROB),
+                "rank": rank if rank <= num_top else None,
+                "decoded_token": token_text(tokenizer, token),
+            }
+            for rank, (token, value) in enumerate(ranked, start=1)
+        }
+
+    return [None if each is None else entries(each) for each in logprobs]
 
 
 def chat_logprobs(

@@ -96,8 +96,12 @@ ERRORS = [
     (COMPLETIONS, with_prompt(n=0), 400, "n", "from 1 to 4"),
     (COMPLETIONS, with_prompt(seed=2**70, temperature=1), 400, "seed", "2**63"),
     (COMPLETIONS, with_prompt(logprobs=9), 400, "logprobs", "9 logprobs"),
-    (COMPLETIONS, with_prompt(logprobs=1, echo=True), 400, "echo", "log-probabilities of the"),
-    (COMPLETIONS, with_prompt(prompt_logprobs=1), 400, "prompt_logprobs", "does not support"),
+    (COMPLETIONS, with_prompt(max_tokens=0, echo=True), 400, "max_tokens", "must be from 1"),
+    (COMPLETIONS, with_prompt(max_tokens=0, logprobs=1), 400, "max_tokens", "must be from 1"),
+    (COMPLETIONS, with_prompt(logprobs=1, echo=True, stream=True), 400, "echo", "with stream"),
+    (COMPLETIONS, with_prompt(prompt_logprobs=9), 400, "prompt_logprobs", "9 prompt_logprobs"),
+    (COMPLETIONS, with_prompt(prompt_logprobs=-1), 400, "prompt_logprobs", "at least 0"),
+    (CHATS, {**CHAT, "prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "with stream"),
     (COMPLETIONS, with_prompt(best_of=2), 400, "best_of", "does not support"),
     (COMPLETIONS, with_prompt(suffix="x"), 400, "suffix", "does not support"),
     (COMPLETIONS, with_prompt(stop=""), 400, "stop", "not empty"),
@@ -309,6 +313,65 @@ def test_streams_join_to_the_response(client):
     echoed = post(client, COMPLETIONS, with_prompt(echo=True, temperature=0)).json()
     plain = post(client, COMPLETIONS, with_prompt(temperature=0)).json()
     assert echoed["choices"][0]["text"] == "ab" + plain["choices"][0]["text"]
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1])
+@pytest.mark.parametrize("is_text", [False, True])
+def test_echo_with_logprobs_is_what_lm_eval_sends_for_log_likelihoods(
+    client, engine, is_text, max_tokens
+):
+    tokenizer, texts = engine.target.tokenizer, ["The sum of", "é"]
+    ids = [tokenizer.encode(text) for text in texts]
+    params = SamplingParams(max_tokens=max_tokens, logprobs=1, prompt_logprobs=1)
+    body = {"model": MODEL, "prompt": texts if is_text else ids, "max_tokens": max_tokens}
+    body |= {"logprobs": 1, "echo": True, "temperature": 0, "seed": 1234}
+    found = post(client, COMPLETIONS, body).json()
+    for choice, one in zip(found["choices"], engine.generate(ids, params), strict=True):
+        whole = one.prompt_token_ids + one.token_ids
+        texts_of = [protocol.token_text(tokenizer, token) for token in whole]
+        each = [*one.prompt_logprobs[1:], *one.logprobs]
+        offsets = choice["logprobs"].pop("text_offset")
+        assert choice["logprobs"] == {
+            "tokens": texts_of,
+            "token_logprobs": [None, *(of[t] for of, t in zip(each, whole[1:], strict=True))],
+            "top_logprobs": [
+                None,
+                *({protocol.token_text(tokenizer, t): v for t, v in of.items()} for of in each),
+            ],
+        }
+        assert choice["text"] == tokenizer.decode(one.prompt_token_ids) + one.text
+        assert (len(one.token_ids), choice["finish_reason"]) == (max_tokens, "length")
+        assert "prompt_logprobs" not in choice
+        assert offsets[:2] == [0, 0]  # the special prefix is not in the text
+        if "é" not in choice["text"]:
+            for token, offset in zip(texts_of[1:11], offsets[1:], strict=False):
+                assert choice["text"].startswith(token, offset)
+    assert found["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+def test_prompt_logprobs_have_the_form_of_vllm(client, engine):
+    """Per choice for completions, for the whole response for chats."""
+    fields = {"prompt_logprobs": 2, "max_tokens": 0, "return_token_ids": True}
+    completions = post(client, COMPLETIONS, with_prompt(prompt=["abc", "ba"], **fields)).json()
+    chat = post(client, CHATS, {**CHAT, **fields}).json()
+    [answer] = chat["choices"]
+    assert answer["message"]["content"] == ""
+    assert "prompt_logprobs" not in answer
+    cases = [(one, one["prompt_logprobs"]) for one in completions["choices"]]
+    for choice, found in [*cases, (answer, chat["prompt_logprobs"])]:
+        prompt = choice["prompt_token_ids"]
+        [expected] = engine.generate([prompt], SamplingParams(max_tokens=0, prompt_logprobs=2))
+        assert found[0] is None
+        assert len(found) == len(prompt)
+        lists = (prompt[1:], expected.prompt_logprobs[1:], found[1:])
+        for token, of, entries in zip(*lists, strict=True):
+            assert {int(key): entry["logprob"] for key, entry in entries.items()} == of
+            ranks = {entry["rank"]: int(key) for key, entry in entries.items()}
+            assert set(ranks) == ({1, 2} if len(of) == 2 else {1, 2, None})
+            assert ranks.get(None, token) == token
+            assert of[ranks[1]] == max(of.values())
+            text = entries[str(token)]["decoded_token"]
+            assert text == protocol.token_text(engine.target.tokenizer, token)
 
 
 def test_what_the_server_says_about_itself(client, engine):
