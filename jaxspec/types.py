@@ -560,6 +560,9 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     limit: jax.Array  # [B] int32, num_committed at which the row ends
     limit_finish: jax.Array  # [B] int32, the Finish to report there
     draft_limit: jax.Array  # [B] int32, requested draft length; 0 decodes plainly
+    # [B] int32, tokens of a running row that a round which skips padding computes at least, drafted
+    # or not; 0 but while rounds are timed
+    least_live: jax.Array
     stop_tokens: jax.Array  # [B, num_stop] int32, -1 pads
     # randomness
     sampling: RowSampling
@@ -572,9 +575,6 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     counts: AcceptanceCounts
     # history
     trace: Trace | None = None  # None where the engine keeps none
-    # [B] int32, tokens that a round computes of a running row at least, 0 but while rounds are
-    # timed; None where every round computes whole windows
-    least_live: jax.Array | None = None
 
     @property
     def num_rounds(self) -> jax.Array:

@@ -40,7 +40,7 @@ def empty(parts: RoundParts, shape: EngineShape) -> DecodeState:
     """State of `shape.batch_size` empty rows."""
     num_slots = shape.max_length + parts.drafter.num_scratch_slots(shape)
     cache = parts.target.init_cache(shape.batch_size, num_slots)
-    state = empty_state(
+    return empty_state(
         shape,
         num_stop_tokens=parts.num_stop_tokens,
         cache=layouts.to_layout(cache, layout=parts.layout),
@@ -49,9 +49,6 @@ def empty(parts: RoundParts, shape: EngineShape) -> DecodeState:
         logprobs=parts.logprobs,
         trace=parts.trace,
     )
-    if not parts.skips_padding:
-        return state
-    return state.replace(least_live=jnp.zeros((shape.batch_size,), jnp.int32))
 
 
 def admit(

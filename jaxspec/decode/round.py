@@ -62,7 +62,6 @@ def draft_and_verify(
     draft, drafter_state, cache = propose(parts, params, state, rows)
     window = make_window(state, draft, tree_depth=parts.shape.tree_depth)
     if parts.skips_padding:  # a tree's nodes come first too
-        assert state.least_live is not None, "states are made by the same parts"
         num_live = jnp.maximum(1 + draft.num_valid, state.least_live)
         num_live = jnp.where(state.is_running, num_live, 0)
         window = window.replace(num_live=num_live)

@@ -110,6 +110,7 @@ def empty_state(
         limit=zeros(),
         limit_finish=zeros(),
         draft_limit=zeros(),
+        least_live=zeros(),
         stop_tokens=zeros(num_stop_tokens) - 1,
         sampling=RowSampling(
             temperature=floats(),

@@ -365,10 +365,9 @@ class Executor:
         """Has the next rounds compute at least so many tokens of every running row, drafted or not,
         so that what they take can be compared; 0 ends it. Rounds that compute whole windows do not
         change."""
-        if self.state.least_live is not None:
-            place = self.state.least_live.sharding
-            least = np.full((self.num_rows,), num_tokens, np.int32)
-            self.state = self.state.replace(least_live=jax.device_put(least, place))
+        place = self.state.least_live.sharding
+        least = np.full((self.num_rows,), num_tokens, np.int32)
+        self.state = self.state.replace(least_live=jax.device_put(least, place))
 
     def verify_length_for(self, draft_length: int) -> int:
         """The narrowest verify length for drafts of this length."""

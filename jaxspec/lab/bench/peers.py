@@ -72,7 +72,11 @@ class Peer:
         except OSError as error:
             self._errors.close()
             raise PeerError(f"{command[0]} cannot be started: {error.strerror}") from error
-        self.described = self._read(START_S)
+        try:
+            self.described = self._read(START_S)
+        except BaseException:
+            self.close()
+            raise
 
     def generate(self, max_tokens: int) -> dict[str, Any]:
         """Seconds, outputs and peak memory of so many tokens for every prompt.

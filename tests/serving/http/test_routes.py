@@ -287,7 +287,8 @@ def test_an_engine_that_traces_tells_each_steps_acceptance():
     steps = told["per_step_accepted"]
     assert (sum(steps), len(steps)) == (told["num_accepted_draft_tokens"], told["num_spec_steps"])
     assert max(steps) > 0
-    assert [steps.count(n) for n in range(4)] == told["acceptance_histogram"]
+    histogram = told["acceptance_histogram"]
+    assert [steps.count(n) for n in range(len(histogram))] == histogram
 
 
 def test_streams_join_to_the_response(client):
