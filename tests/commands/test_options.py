@@ -44,6 +44,7 @@ COMMANDS = {
     "train flexdraft": (*TRAIN, "--target", "demo-target", "--texts", "{absent}"),
     "bench decode": (),
     "bench gpu": ("--dry-run", "--out", "{absent}"),
+    "bench peers": ("--target", "."),
     **dict.fromkeys(
         f"bench {name}"
         for name in (

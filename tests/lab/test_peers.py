@@ -112,6 +112,7 @@ def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
         ({"gguf": "model.gguf"}, "--gguf was given without --llama-cpp"),
         ({"target": "demo-target"}, "The target is demo-target, which is no directory"),
         ({"num_prompts": (1, 2, 3)}, "--num-prompts has 3 numbers"),
+        ({"max_length": 100}, "--max-length is 100, which leaves no room for a prompt"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options, sentence, tmp_path):

@@ -208,6 +208,11 @@ class PeersBench(Bench):
                 f"The target is {self.target}, which is no directory; name a Hugging Face "
                 "directory that all engines can read, --target."
             )
+        if self.max_length <= self.max_tokens + self.draft_length:
+            raise SettingError(
+                f"--max-length is {self.max_length}, which leaves no room for a prompt beside "
+                f"--max-tokens {self.max_tokens} and --draft-length {self.draft_length}; raise it."
+            )
         if len(self.num_prompts) > 2:
             raise SettingError(
                 f"--num-prompts has {len(self.num_prompts)} numbers; give one, or a second one for "
