@@ -142,7 +142,7 @@ TABLE: Columns = {
     "tokens/s": "{tokens_per_s:.0f}",
     "prefill\ns": "{prefill_s:.2f}",
     "decoding\ntokens/s": "{decode_tokens_per_s:.0f}",
-    "peak\nGB": lambda line: f"{line['peak_bytes'] / 1e9:.1f}",
+    "peak\nGB": lambda line: f"{line['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in line else "-",
     "as plain": lambda line: _equal(line, "equal_to_plain"),
     "as plain at\nbatch 1": lambda line: _equal(line, "equal_to_batch_1"),
 }
