@@ -318,8 +318,12 @@ class GenerateCommand(
             batch_size=min(self.batch_size, num_requests),
             max_length=self.max_length,
             max_logprobs=max(
-                (self.given_sampling().get(name) for name in ("logprobs", "prompt_logprobs")),
-                key=lambda number: -1 if number is None else number,
+                (
+                    number
+                    for name in ("logprobs", "prompt_logprobs")
+                    if (number := self.given_sampling().get(name)) is not None
+                ),
+                default=None,
             ),
             trace=None if self.trace is None else "rounds",
             **self.given_engine(),

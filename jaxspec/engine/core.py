@@ -399,10 +399,9 @@ class EngineCore:
                 break
         if not chunks:
             return
-        scored = [each for each in chunks if tickets[each[0]].is_scored]
-        if scored:
+        if scored := [(row, start) for row, start in chunks if tickets[row].is_scored]:
             self.executor.prefill(scored, is_scored=True)
-        if others := [each for each in chunks if each not in scored]:
+        if others := [(row, start) for row, start in chunks if not tickets[row].is_scored]:
             self.executor.prefill(others, target_only=self.drafting.is_resting)
         for row in dict(chunks):
             self._catch_up(tickets[row])
