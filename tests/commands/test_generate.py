@@ -364,7 +364,8 @@ def test_a_line_depends_on_every_sampling_parameter():
     others = {
         "temperature": 0.7, "seed": 2, "n": 1, "max_tokens": 8, "min_tokens": 2, "top_k": 5,
         "top_p": 0.9, "min_p": 0.1, "stop": "x", "stop_token_ids": [5], "ignore_eos": True,
-        "logprobs": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1, "frequency_penalty": 0.1,
+        "logprobs": 1, "prompt_logprobs": 1, "repetition_penalty": 1.1, "presence_penalty": 0.1,
+        "frequency_penalty": 0.1,
         "logit_bias": {5: 1}, "allowed_token_ids": [5, 6],
     }  # fmt: skip
     assert others.keys() == {field.name for field in dataclasses.fields(SamplingParams)}
