@@ -65,6 +65,10 @@ NOT_RUN = {
     "lm_eval": "needs lm-eval and a data set of the hub, and talks to that server; run by hand",
     "vllm bench serve": "needs vLLM, and talks to that server; run by hand, see its result",
     "curl": "talks to that server; tests/serving/http does the same",
+    "vllm/bin/": "of the environment that the line before it makes; run by hand, see docs/results",
+    "openvino/bin/": "likewise",
+    "python docs/recipes/": "of a clone; tests/training/test_recipes.py runs them",
+    "jaxspec bench peers": "runs other engines; tests/lab/test_peers.py runs it with ours alone",
     "jaxspec plan --target llama-2-70b": "compiles 70 billion parameters for 8 devices; "
     "tests/lab/test_planner.py plans small models for meshes",
 }
