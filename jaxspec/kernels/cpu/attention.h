@@ -46,7 +46,14 @@ struct AttentionInputs {
 // The components of a head (a, b) -> (a cos - b sin, b cos + a sin), in pairs.
 inline void Rotate(float* x, const float* cos, const float* sin, int64_t size, bool is_interleaved) {
   const int64_t num_pairs = size / 2;
-  for (int64_t i = 0; i < num_pairs; ++i) {
+  int64_t i = 0;
+  for (; !is_interleaved && i + kLanes <= num_pairs; i += kLanes) {
+    float *const first = x + i, *const second = first + num_pairs;
+    const Vector a = Load(first), b = Load(second), of_cos = Load(cos + i), of_sin = Load(sin + i);
+    Store(first, a * of_cos - b * of_sin);
+    Store(second, b * of_cos + a * of_sin);
+  }
+  for (; i < num_pairs; ++i) {
     float& a = x[is_interleaved ? 2 * i : i];
     float& b = x[is_interleaved ? 2 * i + 1 : i + num_pairs];
     const float was = a;
@@ -108,7 +115,14 @@ struct RowHead {
 };
 
 inline bool AreNumbers(const float* x, int64_t size) {
-  return std::all_of(x, x + size, [](float number) { return std::isfinite(number); });
+  Integers are_not = {};
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const Vector part = Load(x + i, size - i);
+    are_not |= part - part != 0.0f;
+  }
+  int32_t any = 0;
+  for (int lane = 0; lane < kLanes; ++lane) any |= are_not[lane];
+  return any == 0;
 }
 
 // Codes of `size` numbers and their scale, as `quantise` in cache/pages.py defines them.

@@ -25,7 +25,12 @@
 
 namespace jaxspec {
 
-constexpr int64_t kQueries = 16;  // that share what they read
+// Queries that share what they read: a matrix register has 16 rows.
+#if defined(__AMX_BF16__)
+constexpr int64_t kQueries = 16;
+#else
+constexpr int64_t kQueries = 32;
+#endif
 
 // Blocks of slots that follow one another, and which queries read them.
 struct Run {
@@ -76,6 +81,7 @@ struct HeadShape {
 };
 
 constexpr int64_t kAhead = 4;  // blocks that are fetched before they are needed
+constexpr int64_t kManyQueries = 8;  // for which it pays to transpose the keys of a block
 
 template <typename T>
 inline void Fetch(const T* block, int64_t size) {
@@ -154,9 +160,94 @@ void ScoreTile(const T* queries, int64_t padded, const T* keys, int64_t size, fl
   }
 }
 
+// The keys of a block by what lies in a register's lane: [steps, lane of a register] of [slot].
+template <typename T>
+struct TransposedKeys {
+  const Numbers<T>* registers;
+};
+
+// Of vectors in memory, lane i of vector j becomes lane j of vector i.
+inline void Transpose(const Vector (&from)[kLanes], Vector* to) {
+#if defined(__AVX512F__)
+  Integers low = {}, high = {};
+  for (int lane = 0; lane < kLanes; ++lane) {
+    low[lane] = lane / 2 + lane % 2 * kLanes;
+    high[lane] = low[lane] + kLanes / 2;
+  }
+  Vector x[kLanes];
+  std::copy(from, from + kLanes, x);
+#pragma GCC unroll 4
+  for (int level = 1; level < kLanes; level *= 2) {
+    Vector y[kLanes];
+#pragma GCC unroll 8
+    for (int i = 0; i < kLanes / 2; ++i) {
+      y[2 * i] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(low), x[i + kLanes / 2]);
+      y[2 * i + 1] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(high), x[i + kLanes / 2]);
+    }
+    std::copy(y, y + kLanes, x);
+  }
+  std::copy(x, x + kLanes, to);
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = 0; j < kLanes; ++j) to[i][j] = from[j][i];
+  }
+#endif
+}
+
+// `to` has room for as many numbers as a block, with heads filled up to whole registers.
+template <typename T>
+TransposedKeys<T> TransposeKeys(const T* keys, int64_t size, Numbers<T>* to) {
+  for (int64_t i = 0, step = 0; i < size; i += kNumbers<T>, ++step) {
+    Vector of_slots[kLanes];
+    for (int slot = 0; slot < kLanes; ++slot) {
+      const T* const from = keys + slot * size + i;
+      const bool is_full = i + kNumbers<T> <= size;
+      of_slots[slot] = Bits<Vector>(is_full ? LoadNumbers(from) : LoadNumbers(from, size - i));
+    }
+    Transpose(of_slots, reinterpret_cast<Vector*>(to + step * kLanes));
+  }
+  return {to};
+}
+
+// For kCount queries, what `Sums` makes of kSpan lanes from `lane` on, for all slots at once.
+template <typename T, int kCount, int kSpan>
+__attribute__((always_inline)) inline void SumLanes(const T* queries, int64_t padded,
+                                                    const Numbers<T>* keys, int64_t lane,
+                                                    Vector (&sums)[kCount]) {
+  if constexpr (kSpan == 1) {
+    using Lane = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
+#pragma GCC unroll 4
+    for (int q = 0; q < kCount; ++q) sums[q] = Vector{};
+    for (int64_t i = lane; i < padded / kParts<T>; i += kLanes) {
+      const Numbers<T> key = keys[i];
+#pragma GCC unroll 4
+      for (int q = 0; q < kCount; ++q) {
+        Lane of_query;
+        std::memcpy(&of_query, queries + q * padded + i * kParts<T>, sizeof(of_query));
+        sums[q] = AddPairs(Numbers<T>{} + of_query, key, sums[q]);
+      }
+    }
+  } else {
+    Vector others[kCount];
+    SumLanes<T, kCount, kSpan / 2>(queries, padded, keys, lane, sums);
+    SumLanes<T, kCount, kSpan / 2>(queries, padded, keys, lane + kSpan / 2, others);
+#pragma GCC unroll 4
+    for (int q = 0; q < kCount; ++q) sums[q] += others[q];
+  }
+}
+
+// The same scores, to the bit: what ScoreTile does with the lanes of a register, this does with
+// registers. It needs no shuffles, and costs less than half as much.
+template <typename T, int kCount>
+void ScoreTile(const T* queries, int64_t padded, TransposedKeys<T> keys, int64_t, float* scores) {
+  Vector sums[kCount];
+  SumLanes<T, kCount, kLanes>(queries, padded, keys.registers, 0, sums);
+  for (int q = 0; q < kCount; ++q) Store(scores + q * kLanes, sums[q]);
+}
+
 // Scores of all queries and a block, in tiles of four, two and one.
-template <typename T, int kCount = std::max(kLanes / 4, 1)>
-void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, const T* keys,
+template <typename T, typename Keys, int kCount = std::max(kLanes / 4, 1)>
+void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, Keys keys,
                 float* scores) {
   int64_t q = 0;
   for (; q + kCount <= count; q += kCount) {
@@ -164,8 +255,8 @@ void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, cons
                          scores + q * kLanes);
   }
   if constexpr (kCount > 1) {
-    ScoreBlock<T, kCount / 2>(shape, queries + q * shape.padded, count - q, keys,
-                              scores + q * kLanes);
+    ScoreBlock<T, Keys, kCount / 2>(shape, queries + q * shape.padded, count - q, keys,
+                                    scores + q * kLanes);
   }
 }
 
@@ -242,26 +333,7 @@ void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t 
 
 #if defined(__AMX_BF16__) && defined(__linux__)
 
-// Lane i of vector j becomes lane j of vector i.
-inline void Transpose(Vector (&x)[kLanes]) {
-  Integers low = {}, high = {};
-  for (int lane = 0; lane < kLanes; ++lane) {
-    low[lane] = lane / 2 + lane % 2 * kLanes;
-    high[lane] = low[lane] + kLanes / 2;
-  }
-#pragma GCC unroll 4
-  for (int level = 1; level < kLanes; level *= 2) {
-    Vector y[kLanes];
-#pragma GCC unroll 8
-    for (int i = 0; i < kLanes / 2; ++i) {
-      y[2 * i] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(low), x[i + kLanes / 2]);
-      y[2 * i + 1] = _mm512_permutex2var_ps(x[i], Bits<__m512i>(high), x[i + kLanes / 2]);
-    }
-    std::copy(y, y + kLanes, x);
-  }
-}
-
-// As above. GCC does not know that matrix registers are loaded from memory: what they load must have
+// As `Widened`. GCC does not know that matrix registers are loaded from memory: what they load must have
 // been written by then, and must not be written over before.
 template <typename T, typename S>
 inline Matrix<T> WidenedForTiles(const S* rows, int64_t num_rows, int64_t stride, int64_t width,
@@ -323,7 +395,7 @@ void ScoresWithMatrixUnits(const HeadShape<uint16_t>& shape, const uint16_t* que
     for (int64_t i = 0; i < std::min<int64_t>(4, num_blocks - b); ++i) {
       Vector of_queries[kLanes];
       for (int s = 0; s < kLanes; ++s) of_queries[s] = Load(sums + (i * kLanes + s) * kLanes);
-      Transpose(of_queries);
+      Transpose(of_queries, of_queries);
       for (int64_t q = 0; q < count; ++q) {
         Store(scores + ((b + i) * count + q) * kLanes, of_queries[q]);
       }
@@ -410,12 +482,21 @@ void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const S*
     }
   }
   T* const scratch = ScratchFor<T, S>(kLanes * shape.size);
+  thread_local std::vector<Line> lines;
+  lines.resize(kLanes * shape.padded * sizeof(T) / sizeof(Line));
+  Numbers<T>* const transposed = reinterpret_cast<Numbers<T>*>(lines.data());
   for (const Run& run : runs) {
     for (int64_t b = run.block; b < run.block + run.num_blocks; ++b) {
       Fetch(keys[b + kAhead], shape.size);
-      ScoreBlock(shape, queries + run.query * shape.padded, run.num_queries,
-                 WidenedBlock(keys[b], shape.size, scratch),
-                 scores + (b * count + run.query) * kLanes);
+      const T* const block = WidenedBlock(keys[b], shape.size, scratch);
+      const T* const of_run = queries + run.query * shape.padded;
+      float* const to = scores + (b * count + run.query) * kLanes;
+      if (run.num_queries >= kManyQueries) {
+        const auto by_lane = TransposeKeys(block, shape.size, transposed);
+        ScoreBlock(shape, of_run, run.num_queries, by_lane, to);
+      } else {
+        ScoreBlock(shape, of_run, run.num_queries, block, to);
+      }
     }
   }
 }

@@ -160,6 +160,7 @@ constexpr auto TilesOfRows(std::integer_sequence<int, kRows...>) {
 }
 
 // sums [num_rows, kGroup * kPanel] of the panels of a group, in tiles of equal height, or a row less.
+// The last tile, which finds the panels in the cache, fetches what lies `ahead` numbers after them.
 template <typename T>
 void SumWithVectors(const T* x, const T* packed, int64_t num_rows, int64_t num_inputs,
                     int64_t num_panels, int64_t ahead, float* sums) {
@@ -169,10 +170,11 @@ void SumWithVectors(const T* x, const T* packed, int64_t num_rows, int64_t num_i
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t row = num_rows * tile / num_tiles;
     const int64_t height = num_rows * (tile + 1) / num_tiles - row, width = PanelsOf<T>(height);
+    const int64_t fetched = tile == num_tiles - 1 ? ahead : 0;
     for (int64_t panel = 0; panel < num_panels;) {
       const bool is_wide = num_panels - panel >= width;
       (is_wide ? kWide : kNarrow)[height - 1](x + row * num_inputs,
-                                              packed + panel * num_inputs * kPanel, num_inputs, ahead,
+                                              packed + panel * num_inputs * kPanel, num_inputs, fetched,
                                               sums + (row * kGroup + panel) * kPanel);
       panel += is_wide ? width : 1;
     }
@@ -445,7 +447,10 @@ void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* p
       if (has_tiles) SumWithMatrixUnits(inputs, tiles, panels, count, sums.data());
     }
     if (!has_tiles) {
-      const int64_t ahead = AheadBytes(num_bytes, height) / sizeof(T);
+      // Of many rows, while a thread multiplies one group it fetches the one that it takes next.
+      int64_t ahead = AheadBytes(num_bytes, height) / sizeof(T);
+      const int64_t next = size * Team::Get().num_threads();
+      if (ahead > 0 && begin + next < num_panels) ahead = next * num_padded * kPanel;
       SumWithVectors(inputs, panels, height, num_padded, count, ahead, sums.data());
     }
     const int64_t stop = std::min((begin + count) * kPanel, num_outputs);

@@ -115,22 +115,29 @@ inline Vector Round(Vector x) {
   return Bits<Vector>(x == x ? rounded : (bits | 0x400000u) & 0xffff0000u);
 }
 
-// Stores the first `count` lanes; they must be values of T.
+// Stores all lanes; they must be values of T.
 template <typename T>
-inline void Store(T* to, Vector x, int64_t count = kLanes) {
-  const int64_t size = std::min<int64_t>(count, kLanes) * sizeof(T);
-  if (size <= 0) return;
+inline void Store(T* to, Vector x) {
   if constexpr (std::is_same_v<T, float>) {
-    std::memcpy(to, &x, size);
+    std::memcpy(to, &x, sizeof(x));
   } else if constexpr (std::is_same_v<T, int8_t>) {
     const auto integers = __builtin_convertvector(x, Integers);
     const auto codes = __builtin_convertvector(integers, VectorOf<int8_t, kLanes>::type);
-    std::memcpy(to, &codes, size);
+    std::memcpy(to, &codes, sizeof(codes));
   } else {
     const auto bits = Bits<Unsigned>(x) >> 16;
     const auto halves = __builtin_convertvector(bits, VectorOf<uint16_t, kLanes>::type);
-    std::memcpy(to, &halves, size);
+    std::memcpy(to, &halves, sizeof(halves));
   }
+}
+
+// Stores the first `count` lanes.
+template <typename T>
+inline void Store(T* to, Vector x, int64_t count) {
+  if (count >= kLanes) return Store(to, x);
+  T lanes[kLanes];
+  Store(lanes, x);
+  if (count > 0) std::memcpy(to, lanes, count * sizeof(T));
 }
 
 template <int n>
@@ -210,12 +217,16 @@ inline Vector Part(Unsigned pairs) {
 
 // Stores the first `count` numbers of a register with these parts, which must be values of T.
 inline void StoreParts(float* to, Vector numbers, Vector, int64_t count) {
-  std::memcpy(to, &numbers, count * sizeof(*to));
+  Store(to, numbers, count);
 }
 
 inline void StoreParts(uint16_t* to, Vector first, Vector second, int64_t count) {
   const Unsigned pairs = Bits<Unsigned>(first) >> 16 | Bits<Unsigned>(second);
-  std::memcpy(to, &pairs, count * sizeof(*to));
+  if (count >= kNumbers<uint16_t>) {
+    std::memcpy(to, &pairs, sizeof(pairs));  // of a constant size: without a call
+  } else {
+    std::memcpy(to, &pairs, count * sizeof(*to));
+  }
 }
 
 // c + a * b, where the lanes of a and b are floats.
