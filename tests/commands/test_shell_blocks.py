@@ -61,6 +61,14 @@ NOT_RUN = {
     "jaxspec audit --target MODEL --outputs": "files that other engines wrote; "
     "tests/commands/test_audit.py makes and compares some",
     "jaxspec chat --target FILE.gguf": "tests/conversion/test_gguf.py chats with a GGUF file",
+    "jaxspec chat --target smollm2/": "the file that pip fetches; tests/conversion/test_gguf.py "
+    "chats, drafts and converts where it is installed",
+    "jaxspec chat --target HuggingFaceTB/": "fetches from the hub",
+    "MODEL=$(echo smollm2/": "likewise the file that pip fetches",
+    "jaxspec generate --target $MODEL": "likewise",
+    "jaxspec compare --target $MODEL": "likewise",
+    "jaxspec audit --target $MODEL": "likewise",
+    "jaxspec convert $MODEL": "likewise",
     "jaxspec serve": "serves until a signal; tests/serving/http/test_serve_command.py runs it",
     "lm_eval": "needs lm-eval and a data set of the hub, and talks to that server; run by hand",
     "vllm bench serve": "needs vLLM, and talks to that server; run by hand, see its result",
