@@ -81,6 +81,24 @@ def batch_size_per_shard(batch_size: int, mesh: Mesh) -> int:
     return batch_size // num_shards
 
 
+def first_shard(mesh: Mesh) -> Mesh:
+    """The devices of the first data shard, as a mesh of one; `mesh` as for `check_mesh`."""
+    mesh = check_mesh(mesh)
+    return Mesh(mesh.devices[:1], mesh.axis_names, axis_types=mesh.axis_types)
+
+
+def on_first_shard(arrays: PyTree, shardings: PyTree) -> PyTree:
+    """Arrays that every data shard has, on the first shard alone, without a copy; `shardings` are
+    those of `first_shard`."""
+
+    def of(array: jax.Array, sharding: NamedSharding) -> jax.Array:
+        parts = {part.device: part.data for part in array.addressable_shards}
+        own = [parts[device] for device in sharding.addressable_devices_indices_map(array.shape)]
+        return jax.make_array_from_single_device_arrays(array.shape, sharding, own)
+
+    return jax.tree.map(of, arrays, shardings)
+
+
 def param_shardings(owner: Any, mesh: Mesh) -> PyTree:
     """A `NamedSharding` for each of the parameters of a model or a drafter; see
     `models.base.param_specs`."""
@@ -191,6 +209,15 @@ class ShardedLoop:
         return of(state, None).replace(
             cache=of(state.cache, self.parts.target), drafter=of(state.drafter, self.parts.drafter)
         )
+
+    def place_of_row(self, cache: PyTree, drafter: PyTree) -> tuple[PyTree, PyTree]:
+        """Shardings for the cache and drafter state of a `first_shard`, given those that they have
+        there, with which every shard has them."""
+
+        def of(sharding: NamedSharding) -> NamedSharding:
+            return NamedSharding(self.mesh, P(None, *sharding.spec[1:]))
+
+        return jax.tree.map(of, cache), jax.tree.map(of, drafter)
 
     def params_of_device(self) -> PyTree:
         """Shapes of the parameters, or of their parts, that one device holds."""

@@ -56,6 +56,7 @@ class ServingSettings(TypedDict, total=False):
     max_length: int
     prefill_chunk: int
     budget_bytes: int | None
+    mesh: jax.sharding.Mesh | None
 
 
 class EngineSettings(ServingSettings, total=False):
@@ -75,7 +76,6 @@ class EngineSettings(ServingSettings, total=False):
     logprobs_mode: LogprobsMode
     trace: TraceLevel | None
     check_invariants: bool
-    mesh: jax.sharding.Mesh | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -576,13 +576,8 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
     draft_length = config.draft_length
     if isinstance(draft_length, int) and drafter is not None and config.verify_length is None:
         check_num_nodes(drafter, draft_length)
-    parts = make_parts(target, drafter, config)
-    if getattr(target, "platform", "cpu") != "cpu":
-        target, drafter = _with_working_kernels(target, drafter, parts.shape)
-        parts = make_parts(target, drafter, config)
+    parts = working_parts(target, drafter, config)
     warn_of_long_rows(target, drafter, config.max_length)
-    if config.budget_bytes is not None:
-        parts = fit_rows(parts, config.budget_bytes, mesh=config.mesh)
     executor = Executor(
         parts,
         exactness=config.exactness,
@@ -597,6 +592,18 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
     if jax.local_device_count() > num_used:
         _log.warning("this engine is %s", devices_sentence(devices(num_used)))
     return executor
+
+
+def working_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> RoundParts:
+    """The parts of one data shard, with kernels that were tried on this device, and with as many
+    rows as the budget allows."""
+    parts = make_parts(target, drafter, config)
+    if getattr(target, "platform", "cpu") != "cpu":
+        target, drafter = _with_working_kernels(target, drafter, parts.shape)
+        parts = make_parts(target, drafter, config)
+    if config.budget_bytes is None:
+        return parts
+    return fit_rows(parts, config.budget_bytes, mesh=config.mesh)
 
 
 def _with_working_kernels(

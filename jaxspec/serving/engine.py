@@ -33,15 +33,18 @@ steps the engine only when the queue of a running row is empty.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
-from typing import Any, Unpack
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
 
+from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.settings import (
     LONGER_DRAFTS,
     check_draft_length,
@@ -49,12 +52,12 @@ from jaxspec.decode.settings import (
     warn_of_long_rows,
     warn_of_unused,
 )
+from jaxspec.decode.sharded import ShardedLoop, first_shard, on_first_shard
 from jaxspec.decode.state import Admission, form_of, mark_prefilled, take_over_row
 from jaxspec.drafters.base import Drafter
 from jaxspec.engine.admission import make_admission
-from jaxspec.engine.config import EngineConfig, ServingSettings, make_parts
-from jaxspec.engine.executor import Executor
-from jaxspec.engine.memory import fit_rows
+from jaxspec.engine.config import EngineConfig, ServingSettings
+from jaxspec.engine.executor import Executor, working_parts
 from jaxspec.errors import SettingError
 from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
@@ -142,14 +145,17 @@ class ServingEngine:
     To prefill on another device, make a second engine with its parameters on that device. A
     `Prefilled` of the same shape fits this engine too, and is moved when it is inserted.
 
+    With a `mesh`, rows are shared out over its data shards as in `Engine`. Prompts are prefilled by
+    the devices of the first shard, and an inserted one is copied to the shard that has the row.
+
     Args:
       target: the model to decode with.
       drafter: what proposes tokens; None decodes plainly, one token per step.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
         number of nodes, or 4.
-      settings: `verifier`, `verify_length`, `batch_size`, `max_length`, `prefill_chunk` and
-        `budget_bytes`, as in `EngineConfig`. Each `Prefilled` has `max_length` slots, which the
-        budget does not count.
+      settings: `verifier`, `verify_length`, `batch_size`, `max_length`, `prefill_chunk`,
+        `budget_bytes` and `mesh`, as in `EngineConfig`. Each `Prefilled` has `max_length` slots,
+        which the budget does not count.
 
     Attributes:
       num_updates: how often `update_params` has replaced weights.
@@ -190,30 +196,40 @@ class ServingEngine:
         config = EngineConfig(scheduler="static", draft_length=draft_length, **settings)
         target = as_model(target)
         self.drafter = drafter = make_drafter(drafter, target)
-        parts = make_parts(target, drafter, config)
-        if config.budget_bytes is not None:
-            parts = fit_rows(parts, config.budget_bytes)
+        parts = working_parts(target, drafter, config)
         self.target, self.num_updates = parts.target, 0
         warn_of_long_rows(target, drafter, config.max_length)
-        self.shape = parts.shape
         warn_of_unused(drafter, draft_length=draft_length)
         self.draft_length = 0
         if drafter is not None:
             self.draft_length = draft_length or default_draft_length(drafter)
         # Prompts are prefilled by the same functions, in a state of one row.
-        one_row = dataclasses.replace(self.shape, batch_size=1)
-        self._batch = Executor(parts)
-        self._row = Executor(dataclasses.replace(parts, shape=one_row))
-        self.params = self._batch.params
+        one_row = dataclasses.replace(parts.shape, batch_size=1)
+        self._batch = Executor(parts, mesh=config.mesh)
+        self._row = Executor(
+            dataclasses.replace(parts, shape=one_row),
+            mesh=None if config.mesh is None else first_shard(config.mesh),
+        )
+        self.shape = self._batch.shape
+        self._share_params()
+        home = with_result = self._batch.home
+        self._places = (home, home, home)  # of what is inserted
+        if isinstance(self._batch.loop, ShardedLoop):
+            everywhere = NamedSharding(self._batch.loop.mesh, PartitionSpec())
+            row = cast(DecodeState, self._row.home)
+            self._places = (everywhere, *self._batch.loop.place_of_row(row.cache, row.drafter))
+            with_result = (home, None)
         program = self._batch.program
         self.programs: dict[str, Any] = {
             "init": self._batch.programs["init"],
             "init_row": self._row.programs["init"],
             "admit_row": self._row.programs["admit"],
             "prefill": self._row.programs["prefill"],
-            "insert": program("insertion", self._insert_row, donate_argnums=1),
-            "generate": program("decode round", self._step, donate_argnums=1),
-            "free": program("freeing of a row", _free_row, donate_argnums=0),
+            "insert": program("insertion", self._insert_row, donate_argnums=1, out_shardings=home),
+            "generate": program(
+                "decode round", self._step, donate_argnums=1, out_shardings=with_result
+            ),
+            "free": program("freeing of a row", _free_row, donate_argnums=0, out_shardings=home),
         }
         compilation.numbered(*self.programs.values())
         row = self._row.eval_state()
@@ -231,17 +247,18 @@ class ServingEngine:
         admission = make_admission(
             self._make_request([0], SamplingParams(seed=0)), self._batch.parts, draft_length=0
         )
-        home = self._batch.home
-        state = compilation.shapes_at(self._batch.eval_state(), home)
-        row = compilation.shapes_at(self._row.eval_state(), home)
-        # `insert` puts an admission on the device that holds the state.
-        placed = admission if home is None else jax.device_put(admission, home)
+        state = compilation.shapes_at(self._batch.eval_state(), self._batch.home)
+        row = compilation.shapes_at(self._row.eval_state(), self._row.home)
+        # `insert` puts what was prefilled on the devices that hold the state.
+        inserted = jax.eval_shape(lambda: (admission, row.cache, row.drafter))
+        placed = map(compilation.shapes_at, inserted, self._places)
+        weights = self._row.params
         arguments = {
             "init": (),
             "init_row": (),
-            "admit_row": (self.params, row, ALONE, admission),
-            "prefill": (self.params, row, *next(self._row.prefill_calls([(0, 0)]))),
-            "insert": (self.params, state, number, placed, row.cache, row.drafter),
+            "admit_row": (weights, row, ALONE, admission),
+            "prefill": (weights, row, *next(self._row.prefill_calls([(0, 0)]))),
+            "insert": (self.params, state, number, *placed),
             "generate": (self.params, state, ONE),
             "free": (state, number),
         }
@@ -258,9 +275,15 @@ class ServingEngine:
         """
         self._batch.update_params(target=target, drafter=draft)
         # In this order: a prompt that is being prefilled meanwhile counts as of the old weights.
-        self.params = self._row.params = self._batch.params
+        self._share_params()
         self.num_updates += 1
         self.target = self._batch.target
+
+    def _share_params(self) -> None:
+        """Gives the batch's weights to the state of one row."""
+        self.params = self._row.params = self._batch.params
+        if isinstance(self._row.loop, ShardedLoop):
+            self._row.params = on_first_shard(self.params, self._row.loop.param_shardings)
 
     def init_decode_state(self) -> ServingState:
         """A state in which every row of the batch is empty."""
@@ -298,7 +321,7 @@ class ServingEngine:
           SettingError: a parameter out of range, or one that this engine does not support: stop
             strings, `n`, log-probabilities.
         """
-        number, weights = self.num_updates, self.params
+        number, weights = self.num_updates, self._row.params
         params = as_sampling_params(params)
         _refuse_host_settings(params)
         request = self._make_request(prompt, params, chat_template, chat_template_kwargs)
@@ -346,7 +369,7 @@ class ServingEngine:
                 f"{self._row.shape}); prefill it with an engine of these settings."
             )
         if self._batch.home is not None:
-            parts = jax.device_put(parts, self._batch.home)  # no copy if it is there already
+            parts = jax.device_put(parts, self._places)  # no copy if it is there already
         rows = self.programs["insert"](self.params, rows, np.int32(row), *parts)
         return self._numbered(rows)
 
@@ -433,10 +456,11 @@ class ServingEngine:
         drafter: PyTree,
     ) -> DecodeState:
         """State with a prefilled request in `row`."""
-        state = self._batch.loop.admit(params, state, row, admission)
-        length = jnp.asarray(admission.length)
-        state = mark_prefilled(state, row, length - 1)
-        return take_over_row(state, row, cache, drafter, source=jnp.asarray(ALONE), length=length)
+        loop = self._batch.loop
+        if isinstance(loop, ShardedLoop):
+            insert = functools.partial(_insert, DecodeLoop(self._batch.parts))
+            return loop.on_row(insert, params, state, row, admission, cache, drafter)
+        return _insert(loop, params, state, row, admission, cache, drafter)
 
     def _step(
         self, params: PyTree, before: DecodeState, one: jax.Array
@@ -446,7 +470,10 @@ class ServingEngine:
         The number of rounds is an argument, so that the compiler cannot unroll the loop and change
         the order of sums.
         """
-        state = self._batch.loop.run(params, before, one, one)
+        min_running = one
+        if isinstance(self._batch.loop, ShardedLoop):
+            min_running = jnp.broadcast_to(one, (self._batch.num_shards,))
+        state = self._batch.loop.run(params, before, one, min_running)
         num_new = state.num_committed - before.num_committed
         index = jnp.arange(self.shape.verify_length, dtype=jnp.int32)[None]
         slots = before.num_committed[:, None] + index
@@ -461,6 +488,22 @@ class ServingEngine:
             num_accepted=counts.num_accepted_tokens,
         )
         return state, result
+
+
+def _insert(
+    loop: DecodeLoop,
+    params: PyTree,
+    state: DecodeState,
+    row: jax.Array,
+    admission: Admission,
+    cache: PyTree,
+    drafter: PyTree,
+) -> DecodeState:
+    """A shard's state with a prefilled request in its row `row`."""
+    state = loop.admit(params, state, row, admission)
+    length = jnp.asarray(admission.length)
+    state = mark_prefilled(state, row, length - 1)
+    return take_over_row(state, row, cache, drafter, source=jnp.asarray(ALONE), length=length)
 
 
 def _free_row(state: DecodeState, row: jax.Array) -> DecodeState:

@@ -28,6 +28,7 @@ from jaxspec.kernels.registry import default_kernels
 from jaxspec.models.base import packed_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
+from jaxspec.serving import ServingEngine
 
 LENGTHS = (1, 30, 70, 2, 129, 5, 66, 12, 9, 64, 65, 3)
 PARAMS = [
@@ -146,6 +147,66 @@ def test_sessions_on_a_mesh(four, prompts):
 def assert_equal_or_ties(target, completions, witness, params=PARAMS):
     for ours, theirs, its_own in zip(completions, witness, params, strict=True):
         ties.divergences(target, [ours], [theirs], its_own)
+
+
+def serving(mesh, batch_size=4):
+    return ServingEngine(
+        small(), jaxspec.DraftModel(small(seed=1)), batch_size=batch_size, max_length=256,
+        prefill_chunk=64, mesh=mesh,
+    )  # fmt: skip
+
+
+def served(engine, prompts, reader=None):
+    """Tokens of each prompt, in whatever row is free; `reader` prefills."""
+    state, waiting = engine.init_decode_state(), list(enumerate(prompts))
+    in_rows, found = {}, {}
+    while waiting or in_rows:
+        while waiting and (free := set(range(engine.shape.batch_size)) - set(in_rows)):
+            index, prompt = waiting.pop()
+            prefilled = (reader or engine).prefill(prompt, PARAMS[index])
+            in_rows[row := max(free)] = index
+            found[index] = []
+            state = engine.insert(prefilled, state, row)
+        state, result = engine.generate(state)
+        new = jax.device_get(result)
+        for row, index in list(in_rows.items()):
+            found[index] += new.tokens[row, : new.num_new[row]].tolist()
+            if new.done[row]:
+                state = engine.free(state, row)
+                del in_rows[row]
+    return [tuple(found[index]) for index in range(len(prompts))]
+
+
+def addresses(arrays):
+    """Where the arrays' parts are in memory."""
+    parts = (part for leaf in jax.tree.leaves(arrays) for part in leaf.addressable_shards)
+    return {part.data.unsafe_buffer_pointer() for part in parts}
+
+
+def test_a_serving_engine_on_a_mesh(prompts, expected):
+    on_mesh = serving(jax.make_mesh((4,), ("data",)))
+    warmed = len(on_mesh.warm_up())
+    prefilled = on_mesh.prefill(prompts[1])
+    assert len({d for leaf in jax.tree.leaves(prefilled.cache) for d in leaf.devices()}) == 1
+    assert served(on_mesh, prompts) == list(map(tuple, expected))
+    other = small(seed=3)
+    on_mesh.update_params(target=other.params)
+    with pytest.raises(SettingError, match="weights number 0"):
+        on_mesh.insert(prefilled, on_mesh.init_decode_state(), 0)
+    new = Engine(other, jaxspec.DraftModel(small(seed=1)), batch_size=1, max_length=256)
+    assert served(on_mesh, prompts[:3]) == token_ids(new.generate(prompts[:3], PARAMS[:3]))
+    counts = [program.num_compilations() for program in on_mesh.programs.values()]
+    assert counts == [1] * warmed
+    assert addresses(on_mesh._row.params) <= addresses(on_mesh.params)  # no copy of the weights
+
+
+def test_a_serving_engine_whose_heads_are_split(prompts):
+    mesh = jax.make_mesh((2, 4), ("data", "model"))
+    on_mesh = serving(mesh)
+    found = served(on_mesh, prompts)
+    assert found == token_ids(engine(mesh, batch_size=4).generate(prompts, PARAMS))
+    with pytest.raises(SettingError, match="multiple of 2"):
+        serving(mesh, batch_size=3)
 
 
 def test_speculative_equals_plain_and_order_does_not_matter(four, prompts, expected):
