@@ -201,6 +201,7 @@ TIERS = {
         "lab/test_replay.py",
         "lab/test_results.py",
         "lab/test_study.py",
+        "interop",
         "notebooks",
         "property",
         "runtime/test_environment.py",

@@ -56,6 +56,7 @@ from jaxspec.runtime.directories import check_can_write
 from jaxspec.runtime.documents import make_document
 from jaxspec.runtime.extras import import_extra
 from jaxspec.runtime.options import check_counts
+from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import PyTree
 from jaxspec.verifiers import VerifierName, make_verifier
 
@@ -118,8 +119,17 @@ class GenerateCommand(
     shard: str | None = None
     """I/N decodes only part I of N of the prompts, from 1/N to N/N. The parts' outputs, one after
     another, are the lines of the whole: ids and seeds come from the prompt's number in the file."""
+    ray: str | None = None
+    """Decode the file on the Ray cluster at this address (HOST:PORT of its head, `auto` on one of
+    its nodes, or `local`), with an engine in each actor. The output is a directory of Parquet files
+    in the order in which rows end; ids and seeds are those of a run without Ray."""
+    num_replicas: int | None = None
+    """Actors with --ray; each has a GPU, or a share of a node's CPUs. Default 1."""
+    mixed_nodes: bool = False
+    """Take nodes with other processors, devices or versions, which may choose another of two tied
+    tokens. Each row has the fingerprint of its node."""
     resume: bool = False
-    """Continue an interrupted output file; the result equals that of an uninterrupted run."""
+    """Continue an interrupted output; the result equals that of an uninterrupted run."""
     format: Literal["jsonl", "spec-bench"] = "jsonl"
     """Format of the output file; spec-bench is what Spec-Bench's own scorer reads."""
     trace: pathlib.Path | None = None
@@ -138,12 +148,16 @@ class GenerateCommand(
         make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
         self._check_drafting(is_plain=make_drafter is None)
         self._check_turns()
+        self._check_ray()
         self._part_of(len(lines))
         encode = self._encoder(lines)
         self._check_output(lines)
         self._check_trace()
-        with only_writer_of(self.output, resume=self.resume):
-            found = self._generate(console, lines, make_drafter, encode)
+        if self.ray is not None:
+            found = self._generate_on_ray(console, lines)
+        else:
+            with only_writer_of(self.output, resume=self.resume):
+                found = self._generate(console, lines, make_drafter, encode)
         found["elapsed_s"] = time.perf_counter() - started_s
         return make_document("generate", self, inputs=inputs, **found)
 
@@ -228,6 +242,53 @@ class GenerateCommand(
             completions=[c.to_json() for c in completions] if file is None else None,
         )
 
+    def _generate_on_ray(self, console: Console, lines: list[PromptLine]) -> dict[str, Any]:
+        """Has the prompts completed by actors; returns fields of the JSON document."""
+        assert self.ray is not None
+        assert self.output is not None
+        from jaxspec.commands import ray
+
+        given = {name: value for name, value in self.given_sampling().items() if name != "n"}
+        prompts = [line.prompt for line in lines for _ in range(self.n)]
+        if self.chat:
+            prompts = [
+                [{"role": "user", "content": one}] if isinstance(one, str) else one
+                for one in prompts
+            ]
+        started_s = time.perf_counter()
+        rows, num_resumed = ray.decode(
+            [ray.row_of(index, prompt, given) for index, prompt in enumerate(prompts)],
+            self.output,
+            functools.partial(self.make_engine, num_requests=len(prompts)),
+            address=self.ray,
+            num_replicas=self.num_replicas or 1,
+            batch_size=self.batch_size,
+            mixed_nodes=self.mixed_nodes,
+            resume=self.resume,
+            chat_template=chat_template(self.chat_template),
+            chat_template_kwargs=json_object("--chat-template-kwargs", self.chat_template_kwargs),
+        )
+        total = Acceptance.total([row["acceptance"] for row in rows])
+        said = f"{len(rows)} rows, {total.num_emitted_tokens} tokens in {total.num_rounds} rounds, "
+        said += f"{total.emitted_per_round:.2f} per round; {num_resumed} finished earlier; written "
+        console.print(f"{said}to {self.output}", markup=False, highlight=False)
+        return dict(
+            sampling=given,
+            num_prompts=len(lines),
+            num_resumed=num_resumed,
+            num_completions=len(rows) - num_resumed,
+            acceptance=total.to_json(),
+            fingerprints=sorted({row["fingerprint"] for row in rows}),
+            decode_s=time.perf_counter() - started_s,
+        )
+
+    def make_engine(self, *, num_requests: int) -> Engine:
+        """The engine of an actor, which loads the models itself."""
+        target = self.load(self.target)
+        make_drafter = self.choose_drafter(dtype=self.dtype, verify=self.verify)
+        drafter = None if make_drafter is None else make_drafter(target)
+        return self._engine(target, drafter, num_requests=num_requests)
+
     def _read_lines(self) -> tuple[list[PromptLine], dict[str, str]]:
         """The prompts, and the SHA-256 of what they were read from."""
         if self.prompt is not None and self.prompts is not None:
@@ -282,11 +343,37 @@ class GenerateCommand(
                 "sessions need ragged rows",
             ),
         }
-        for option, (is_given, reason) in reasons.items():
-            if is_given:
+        _refuse(reasons, "--turns all")
+
+    def _check_ray(self) -> None:
+        """Raises unless the options fit a run on Ray, if there is one."""
+        check_counts(self, "num_replicas")
+        if self.ray is None:
+            if self.num_replicas is not None or self.mixed_nodes:
+                option = "--mixed-nodes" if self.num_replicas is None else "--num-replicas"
                 raise SettingError(
-                    f"{option} was given with --turns all, and {reason}; leave one of them out."
+                    f"{option} was given without --ray; add --ray ADDRESS, or leave it out."
                 )
+            return
+        if self.prompts is None or self.output is None:
+            raise SettingError(
+                f"--ray {self.ray} was given; it takes --prompts FILE and --output DIRECTORY."
+            )
+        reasons = {
+            "--turns all": (self.turns == "all", "a turn needs the answers before it"),
+            "--max-prompt-tokens": (self.max_prompt_tokens is not None, "nothing is cut there"),
+            "--generation-config": (self.generation_config, "the values are to be given"),
+            "--shard": (self.shard is not None, "the actors share all rows"),
+            "--trace": (self.trace is not None, "rounds stay with the actors"),
+            "--format spec-bench": (self.format != "jsonl", "the output is Parquet"),
+            "logprobs": (
+                not {"logprobs", "prompt_logprobs"}.isdisjoint(self.given_sampling()),
+                "its rows do not hold them",
+            ),
+        }
+        _refuse(reasons, "--ray")
+        for module in ("ray", "ray.data"):
+            import_extra(module, "--ray", extra="ray")
 
     def _check_drafting(self, *, is_plain: bool) -> None:
         """Raises unless the options fit drafting, or plain decoding."""
@@ -456,6 +543,15 @@ class GenerateCommand(
         rounds = Completions(completions).rounds(**kinds)
         rounds.attrs["jaxspec"] = run_fields(engine, completions)
         write_parquet(rounds, self.trace)
+
+
+def _refuse(reasons: Mapping[str, tuple[bool, str]], other: str) -> None:
+    """Raises for the first option that was given, and does not go together with the other."""
+    for option, (is_given, reason) in reasons.items():
+        if is_given:
+            raise SettingError(
+                f"{option} was given with {other}, and {reason}; leave one of them out."
+            )
 
 
 def show_completions(

@@ -642,6 +642,21 @@ REFUSED = {
     "--turns all --max-prompt-tokens 9": "was given with --turns all",
     "--turns all --output x --resume": "was given with --turns all",
     """--turns all --engine-args '{"layout": "aligned"}'""": "was given with --turns all",
+    "--num-replicas 2": "--num-replicas was given without --ray",
+    "--mixed-nodes": "--mixed-nodes was given without --ray",
+    "--ray local": "--ray local was given; it takes --prompts FILE and --output DIRECTORY",
+}
+# The same with a file of prompts instead of one.
+REFUSED_WITH_RAY = {
+    "": "it takes --prompts FILE and --output DIRECTORY",
+    "--output o --turns all": "--turns all was given with --ray, and a turn needs the answers",
+    "--output o --shard 1/2": "--shard was given with --ray",
+    "--output o --max-prompt-tokens 9": "--max-prompt-tokens was given with --ray",
+    "--output o --generation-config": "--generation-config was given with --ray",
+    "--output o --trace t.parquet": "--trace was given with --ray",
+    "--output o --format spec-bench": "--format spec-bench was given with --ray",
+    """--output o --sampling-args '{"logprobs": 1}'""": "logprobs was given with --ray",
+    "--output o": "ray is needed for --ray, and is not installed; install it with pip install",
 }
 
 
@@ -657,8 +672,13 @@ def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path):
     absent = refused(*target, "--prompts", "absent.txt")
     assert "absent.txt cannot be read (No such file" in absent
     assert "it is a directory, not a file" in refused(*target, "--prompts", ".")
+    (tmp_path / "p.txt").write_text("Once\n")
+    monkeypatch.setitem(sys.modules, "ray", None)  # as if it were not installed
+    for words, message in REFUSED_WITH_RAY.items():
+        with_ray = ("--prompts", "p.txt", "--ray", "local", *shlex.split(words))
+        assert message in refused(*target, *with_ray), words
     assert (tmp_path / "mine").read_text() == "mine\n"
-    assert [file.name for file in tmp_path.iterdir()] == ["mine"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == ["mine", "p.txt"]
 
 
 def test_refused_with_the_models_at_hand(refused, models, tmp_path):

@@ -52,6 +52,7 @@ NOT_RUN = {
     "jaxspec bench decode --target random:": "has 635 million parameters, and takes an hour",
     "jaxspec bench memory": "reads MT-bench's questions and a path of a clone; "
     "tests/lab/test_bench_memory.py runs it",
+    "jaxspec generate --ray": "needs a cluster; tests/interop/test_ray.py has one",
     "jaxspec generate --target lmsys/": "has 7 billion parameters; tests/golden has its layout",
     "jaxspec generate --target MODEL --drafter heads:DIRECTORY": "trained heads; the block after "
     "it trains some and runs the same command",

@@ -21,6 +21,8 @@ DRAFTERS = {
     "draft model": lambda target: DraftModel(jaxspec.load_model("demo-draft")),
     "ngram": lambda target: NGram(1, 3),
 }
+REFUSED = "refused"  # by a server that ends
+LONG = {"max_tokens": 128, "n": 1, "stop": None}  # more than a piece of a stream
 
 
 def requests(number: int, seed: int):
@@ -63,7 +65,7 @@ def logprobs_of(choice):
     return choice.logprobs and choice.logprobs.token_logprobs
 
 
-async def ask(client, body, way, delay_s):
+async def ask(client, body, way, delay_s, on_chunk=lambda: None):
     """The choices of a response as `(text, token ids, log-probabilities, reason)`; None if the
     client has gone away."""
     options = {**body, "model": MODEL, "extra_body": {"return_token_ids": True}}
@@ -81,6 +83,7 @@ async def ask(client, body, way, delay_s):
     found = {index: ["", [], None, None] for index in range(body["n"])}
     stream = await client.completions.create(**options, stream=True)
     async for chunk in stream:
+        on_chunk()
         for one in chunk.choices:
             choice = found[one.index]
             choice[0] += one.text
@@ -103,29 +106,58 @@ def check(found, completions):
         assert choice == expected
 
 
-def compare(engine, number, *, num_clients=16, seed=0):
-    """Sends requests at random times; compares each finished response."""
+def num_ended(engine):
+    return sum(engine.metrics()["num_by_finish_reason"].values())
+
+
+def compare(engine, number, *, num_clients=16, seed=0, drains=False):
+    """Sends requests at random times; compares each finished response, and returns what became of
+    all. If it `drains`, one more request tells the server to end, after its own first token and
+    while others run and some have not been sent."""
     cases = list(requests(number, seed))
+    if drains:
+        cases.append(({**cases[0][0], **LONG}, "drain", 0.0))
     expected = expected_of(engine, [body for body, _, _ in cases])
 
     async def ask_all(url):
-        places = asyncio.Semaphore(num_clients)
+        places, num_answered = asyncio.Semaphore(num_clients), 0
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client:
 
             async def one(case):
+                nonlocal num_answered
                 await asyncio.sleep(3 * case[-1])
                 async with places:
-                    return await ask(client, *case)
+                    try:
+                        return await ask(client, *case)
+                    except Exception:  # 503, or the server has closed the connection
+                        if not (drains and server.service.unavailable):
+                            raise
+                        return REFUSED
+                    finally:
+                        num_answered += 1
 
-            return await asyncio.gather(*map(one, cases))
+            async def drain(case):
+                while num_answered < number - max(number // 5, 5 * num_clients // 2):
+                    await asyncio.sleep(0.01)
+                return await ask(client, *case, on_chunk=server.drain)
 
-    with served(engine) as (url, _):
+            return await asyncio.gather(
+                *(drain(case) if case[1] == "drain" else one(case) for case in cases)
+            )
+
+    num_before = num_ended(engine)
+    with served(engine, drain_timeout_s=300) as (url, server):
         found = asyncio.run(ask_all(url))
         assert until(lambda: not engine.queue.unfinished)
-    finished = [pair for pair in zip(found, expected, strict=True) if pair[0] is not None]
+    # Of what was refused nothing was decoded: no response of the engine's was lost.
+    taken = [case for case, one in zip(cases, found, strict=True) if one != REFUSED]
+    num_taken = sum(body["n"] if body["temperature"] else 1 for body, _, _ in taken)
+    assert num_ended(engine) - num_before == num_taken
+    finished = [pair for pair in zip(found, expected, strict=True) if isinstance(pair[0], list)]
     assert len(finished) > number / 2
     for choices, completions in finished:
         check(choices, completions)
+    return found
 
 
 def make_engine(drafter):
@@ -159,4 +191,10 @@ def test_one_seed_for_all_choices_is_seen(engine, monkeypatch):
 @pytest.mark.parametrize("num_clients", [1, 8, 64])
 @pytest.mark.parametrize("drafter", ["none", "ngram", "heads", "draft model"])
 def test_drafters_and_numbers_of_clients(drafter, num_clients):
-    compare(make_engine(drafter), 150, num_clients=num_clients, seed=num_clients)
+    """With the hundred above 2,140 requests, some of which meet a server that ends."""
+    number = 170
+    found = compare(
+        make_engine(drafter), number, num_clients=num_clients, seed=num_clients, drains=True
+    )
+    assert found.count(REFUSED) > 0
+    assert isinstance(found[-1], list)  # it was running when the server was told to end

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import socket
 import threading
 import time
@@ -15,7 +14,6 @@ from typing import Any
 import engines
 import httpx
 import jax.numpy as jnp
-import psutil
 import pytest
 from served import MODEL, served, until
 
@@ -610,47 +608,3 @@ def test_settings_are_checked():
     for name, value in {**wrong, "max_sessions": 0}.items():
         with pytest.raises(SettingError, match=name):
             ServerSettings(served_model_name="a", **{name: value})
-
-
-@pytest.mark.slow
-def test_nothing_is_left_of_many_clients_of_whom_some_leave(other):
-    number, draw = 2000, random.Random(0)
-
-    async def one(client, places, kind):
-        async with places:
-            body = {**LONG, "max_tokens": draw.randint(1, 30), "stream": kind != "plain"}
-            if kind == "leaves a plain response":
-                with contextlib.suppress(httpx.TimeoutException):
-                    await client.post(COMPLETIONS, json={**body, "stream": False}, timeout=0.01)
-                return
-            async with client.stream("POST", COMPLETIONS, json=body) as response:
-                async for _ in response.aiter_lines():
-                    if kind == "leaves a stream":
-                        break
-
-    async def all_of_them(url):
-        kinds = ["plain"] * 4 + ["stream"] * 4 + ["leaves a stream", "leaves a plain response"]
-        places = asyncio.Semaphore(24)
-        async with httpx.AsyncClient(base_url=url, timeout=120) as client:
-            await asyncio.gather(*(one(client, places, draw.choice(kinds)) for _ in range(number)))
-
-    with served(other) as (url, _):
-        asyncio.run(all_of_them(url))
-        assert until(lambda: not other.queue.unfinished)
-        before, started = other.metrics(), psutil.Process().memory_info().rss
-        num_threads = threading.active_count()
-        asyncio.run(all_of_them(url))
-        assert until(lambda: not other.queue.unfinished)
-        after = other.metrics()
-        assert psutil.Process().memory_info().rss - started < 100e6
-        assert threading.active_count() <= num_threads + 2
-    grown = {
-        reason: count - before["num_by_finish_reason"].get(reason, 0)
-        for reason, count in after["num_by_finish_reason"].items()
-    }
-    assert grown["cancelled"] > number / 50
-    # Some leave before their request is queued.
-    assert 0.9 * number <= sum(grown.values()) <= number
-    assert sum(grown.values()) == sum(after["latencies"]["e2e_latency_s"]["counts"]) - sum(
-        before["latencies"]["e2e_latency_s"]["counts"]
-    )

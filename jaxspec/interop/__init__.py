@@ -1,0 +1,1 @@
+"""Other frameworks that run engines; none of them is needed otherwise."""
