@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
@@ -331,10 +332,12 @@ def _catch_up(b: DrafterUnderTest) -> str:
     def lag_of(state: DecodeState) -> jax.Array | None:
         return b.drafter.lag(state.drafter, b.rows(state))
 
+    shape = dataclasses.replace(b.shape, prefill_chunk=CHUNK)
+
     @jax.jit
     def catch_up(params, state: DecodeState, row) -> DecodeState:
         own = function_params(b.complete, params)
-        after = b.drafter.catch_up(b.shape, own, state.drafter, b.rows(state), row)
+        after = b.drafter.catch_up(shape, own, state.drafter, b.rows(state), row)
         return state.replace(drafter=after)
 
     requests = b.requests(range(ROWS))

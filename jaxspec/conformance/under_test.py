@@ -216,7 +216,6 @@ class ModelUnderTest:
             draft_length=WINDOW - 1,
             batch_size=ROWS,
             max_length=self.max_length,
-            prefill_chunk=CHUNK,
         )
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
         known = [[*c.prompt_token_ids, *c.token_ids, *[0] * self.longest] for c in self.plain]
@@ -344,7 +343,6 @@ class DrafterUnderTest:
             draft_length=self.num_nodes,
             batch_size=ROWS,
             max_length=self.max_length,
-            prefill_chunk=CHUNK,
         )
 
     @property

@@ -15,6 +15,7 @@ from jaxspec.cache.pages import KVCache
 from jaxspec.models.base import Model, forward_features, kernels_of
 from jaxspec.types import PyTree, Window
 
+CHUNK = 128  # tokens of a prompt in a chunk
 # Chunks of one call: 512 tokens fill an accelerator. XLA computes empty chunks too; on a CPU, which
 # one chunk fills, it prefills them one at a time. The C++ kernels leave all padding out.
 CHUNKS_PER_CALL = 4

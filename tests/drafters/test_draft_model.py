@@ -100,7 +100,6 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
         draft_length=4,
         batch_size=1,
         max_length=256,
-        prefill_chunk=16,
         rounds_per_sync=3,
     )
     prompt = toy.prompts((50,))[0]

@@ -300,7 +300,7 @@ def params_of(num_requests):
 )
 def test_the_output_is_plain_decodings(target, close, tree, batch_size):
     prompts, params = toy.prompts((5, 1, 30, 12, 40)), params_of(5)
-    shape = {"batch_size": batch_size, "max_length": 128, "prefill_chunk": 16}
+    shape = {"batch_size": batch_size, "max_length": 128}
     engine = Engine(target, DraftModel(close, tree=tree), **shape)
     assert engine.draft_length == tree.num_nodes
     found = engine.generate(prompts, params)

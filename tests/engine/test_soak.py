@@ -23,7 +23,7 @@ from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion
 
-SHAPE = {"draft_length": 3, "batch_size": 4, "max_length": 128, "prefill_chunk": 16}
+SHAPE = {"draft_length": 3, "batch_size": 4, "max_length": 128}
 NUM_VARIANTS = 24
 MAX_TOKENS = (1, 2, 5, 9, 20)
 SHORT_S = 0.02  # a deadline that some requests meet and others do not

@@ -18,7 +18,7 @@ from jaxspec.engine.executor import Executor
 from jaxspec.models import decoder, prefill
 from jaxspec.requests.requests import make_requests
 
-CHUNK, SLOTS = 16, 3
+CHUNK, SLOTS = prefill.CHUNK, 3
 PROMPTS = toy.prompts((70, 2, 33, 47, 16))
 PARAMS = [
     SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7 * (i % 2), seed=i)
@@ -47,7 +47,7 @@ PACKINGS = {
 
 def made(target, drafter=None, *, slots=SLOTS, **settings) -> Executor:
     """An executor of so many chunks a call."""
-    config = EngineConfig(batch_size=len(PROMPTS), max_length=128, prefill_chunk=CHUNK, **settings)
+    config = EngineConfig(batch_size=len(PROMPTS), max_length=128, **settings)
     parts = make_parts(target, drafter, config)
     shape = dataclasses.replace(parts.shape, chunks_per_call=slots)
     return Executor(dataclasses.replace(parts, shape=shape))
@@ -133,7 +133,7 @@ def calls_of(engine, monkeypatch):
 
 def test_a_call_takes_chunks_of_several_prompts(monkeypatch):
     target = toy.model(kernels="native", num_layers=1)
-    engine = Engine(target, batch_size=5, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(target, batch_size=5, max_length=128)
     assert engine.shape.chunks_per_call == prefill.CHUNKS_PER_CALL == 4
     calls = calls_of(engine, monkeypatch)
     engine.generate(PROMPTS, PARAMS)
@@ -141,7 +141,7 @@ def test_a_call_takes_chunks_of_several_prompts(monkeypatch):
 
 
 def test_xla_on_a_cpu_prefills_chunk_by_chunk(monkeypatch):
-    engine = Engine(toy.model(num_layers=1), batch_size=5, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(toy.model(num_layers=1), batch_size=5, max_length=128)
     calls = calls_of(engine, monkeypatch)
     engine.generate(PROMPTS, PARAMS)
     assert calls == [[row] for row, _ in CHUNKS]
@@ -155,7 +155,7 @@ def test_a_model_of_another_device_fills_it():
 
 def test_a_stream_waits_for_as_many_chunks_as_before(monkeypatch):
     target = toy.model(kernels="native", num_layers=1)
-    engine = Engine(target, batch_size=3, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(target, batch_size=3, max_length=128)
     stream = engine.stream(PROMPTS[1], SamplingParams(max_tokens=60, ignore_eos=True))
     next(stream)
     calls = calls_of(engine, monkeypatch)

@@ -23,7 +23,6 @@ from jaxspec.decode.loop import empty
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
-from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import PlanBytes, bytes_of, compile_programs, measure_parts, num_bytes
@@ -32,7 +31,7 @@ from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.cost.baseline import baseline_bytes
 from jaxspec.lab.cost.devices import read_device
 from jaxspec.lab.plan import planner, request
-from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlannedRun, PlanSettings
+from jaxspec.lab.plan.plan import PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, model_axes
 from jaxspec.lab.plan.speed import tokens_per_s
@@ -221,7 +220,6 @@ def test_predicted_bytes_against_measured(pair, verifier, draft_dtype, each, opt
         draft_length=each.draft_length or None,
         batch_size=each.batch_size,
         max_length=each.max_length,
-        prefill_chunk=PREFILL_CHUNK,
     )
     assert executor.memory.weights_bytes == predicted.weights_bytes
     before = live_bytes()
@@ -583,7 +581,6 @@ def test_a_plan_names_arguments_and_options_that_exist():
     options = {field.name for field in dataclasses.fields(GenerateCommand)}
     for field in dataclasses.fields(PlanSettings):
         assert field.name.startswith(("num", "draft_kv")) or field.name in options
-    assert EngineConfig.prefill_chunk == PREFILL_CHUNK
 
 
 # --------------------------------------------------------------------- drafters without a model

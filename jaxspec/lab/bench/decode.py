@@ -112,7 +112,6 @@ class DecodeBench:
             "batch_size": batch_size,
             "max_length": self.max_length,
             "scheduler": Static(),
-            "prefill_chunk": min(128, max(map(len, self.prompts))),
         }
         if draft_length == 0:
             return Engine(self.target, **shape)

@@ -20,8 +20,6 @@ from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
 from jaxspec.models.base import Model, kv_dtype_of
 
-PREFILL_CHUNK = 128  # of every plan: the engine's default
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSettings:
