@@ -25,7 +25,14 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
-from jaxspec.engine.memory import PlanBytes, bytes_of, compile_programs, measure_parts, num_bytes
+from jaxspec.engine.memory import (
+    PlanBytes,
+    bytes_of,
+    compile_programs,
+    measure_memory,
+    measure_parts,
+    num_bytes,
+)
 from jaxspec.errors import JaxspecWarning, SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.cost.baseline import baseline_bytes
@@ -35,6 +42,7 @@ from jaxspec.lab.plan.plan import PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, model_axes
 from jaxspec.lab.plan.speed import tokens_per_s
+from jaxspec.models import prefill
 from jaxspec.models.base import packed_model
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
@@ -257,6 +265,22 @@ def test_a_round_needs_what_is_counted_for_its_logits(drafter, verifier, rows, l
     counted = measure_parts(loop)
     assert 0.95 * rounds.added_bytes < counted.round_bytes < 1.25 * rounds.added_bytes
     assert counted.logits_bytes + counted.draft_probs_bytes < 0.5 * rounds.added_bytes
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("max_logprobs", [0, 5])
+def test_scoring_prompts_needs_what_is_counted(max_logprobs, monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK", 128)
+    made = make_planner(WIDE, None, max_logprobs=max_logprobs, **HERE)
+    loop = made.request.loop(settings(batch_size=1, draft_length=0))
+    found, counted = bytes_of(loop), measure_parts(loop)
+    scoring = found.programs[-1]
+    assert [each.name for each in found.programs] == ["round", "prefill", "scoring"]
+    assert found.added_bytes == scoring.added_bytes
+    assert 0.95 * scoring.added_bytes < counted.scoring_bytes < 1.05 * scoring.added_bytes
+    assert measure_memory(loop).logits_bytes == counted.round_bytes == counted.scoring_bytes
+    without = measure_parts(make_planner(WIDE, None, **HERE).request.loop(settings(draft_length=0)))
+    assert without.scoring_bytes == 0 < without.round_bytes < counted.round_bytes
 
 
 def test_the_baseline_policy_is_that_of_the_published_code():

@@ -205,6 +205,7 @@ class PlanRequest:
     given_dtype: str | None
     verifier: Verifier
     scheduler: Scheduler
+    max_logprobs: int | None = None
     mesh: tuple[int, int]
     search: Search
 
@@ -332,6 +333,7 @@ class PlanRequest:
                 draft_length=settings.draft_length,
                 batch_size=settings.batch_size // settings.num_data_shards,
                 max_length=settings.max_length,
+                max_logprobs=self.max_logprobs,
             ),
         )
         parts = parts.with_variant(parts.drafter.choose_variant(parts.shape))
