@@ -28,6 +28,13 @@ def chunks_per_call(target: Model) -> int:
     return 1 if platform == "cpu" and not skips_padding else CHUNKS_PER_CALL
 
 
+def next_starts(num_read: jax.Array, rows: jax.Array, chunk: int) -> jax.Array:
+    """`[R]` int32, where the chunks of `rows` `[R]` begin if they continue what was read of each
+    row, its first `num_read` `[B]` tokens; 0 for those of row -1."""
+    num_before = jnp.sum(jnp.tril(rows[:, None] == rows[None], -1), axis=1, dtype=jnp.int32)
+    return jnp.where(rows < 0, 0, num_read[jnp.maximum(rows, 0)] + chunk * num_before)
+
+
 def chain_window(
     start: jax.Array,
     num_tokens: int,
