@@ -60,7 +60,7 @@ class EngineShape:
       batch_size: B, rows of the batch.
       max_length: S, slots per row.
       verify_length: T, tokens scored per round.
-      prefill_chunk: tokens of one chunk of a prompt.
+      prefill_chunk: tokens of one chunk of a prompt; no setting, see `models.prefill.CHUNK`.
       vocab_size: V of the target.
       tree_depth: the depth of the deepest tree that windows are laid out for, 0 for chains. With
         most kernels the bits of a token depend on it (see `Window.tail_start`), so engines whose
@@ -87,6 +87,13 @@ class EngineShape:
     needs_greedy_probs: bool = False
     loops_run_on_host: bool = False
     chunks_per_call: int = 1
+
+    def decisive(self) -> dict[str, Any]:
+        """The fields that decide an output or how it is computed: all but the shape of prefill
+        calls, which is a constant of the device and the kernels."""
+        shape = dataclasses.asdict(self)
+        del shape["prefill_chunk"], shape["chunks_per_call"]
+        return shape
 
     @property
     def num_nodes(self) -> int:

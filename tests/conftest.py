@@ -43,11 +43,14 @@ import pytest
 from jax._src import compiler
 
 from jaxspec.engine import round_times
+from jaxspec.models import prefill
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
 # Tests ask what engines do with the times that they measure, not how exact these are.
 round_times.MEASURING_S = 0.3
+
+SHIPPED_CHUNK, prefill.CHUNK = prefill.CHUNK, 16  # so that short prompts have several
 
 # With these XLA compiles in a third of the time. Tests of what it makes of a program (its bits, its
 # HLO, its cost), and those that run for long, are marked `as_shipped` and do without.
@@ -107,10 +110,12 @@ def pytest_collection():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
-    """Chooses how a test and the fixtures made for it are compiled, and what JAX refuses."""
+    """Chooses how a test and the fixtures made for it are compiled, the chunks in which their
+    prompts are prefilled, and what JAX refuses."""
     is_fast = item.get_closest_marker("as_shipped") is None
     is_system = item.get_closest_marker("system") is not None
     choose_options(is_fast=is_fast)
+    prefill.CHUNK = 16 if is_fast else SHIPPED_CHUNK
     engines.compiled_for = (is_fast, is_system)
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
     jax.config.update("jax_debug_key_reuse", not is_system)

@@ -25,7 +25,7 @@ import toy
 import jaxspec
 from jaxspec import DraftModel, Engine, NGram
 
-SHAPE = {"batch_size": 2, "max_length": 256, "prefill_chunk": 16}
+SHAPE = {"batch_size": 2, "max_length": 256}
 
 TARGETS = {
     "toy": lambda dtype: toy.model(dtype=dtype, num_layers=1),

@@ -335,7 +335,7 @@ class EngineAudit(Audit):
             f"{engine['draft_length']} tokens per round",
             "verifier": str(engine["verifier"]),
             "shape": f"batch {engine['batch_size']}, window {engine['verify_length']}, max_length "
-            f"{engine['max_length']}, prefill chunk {engine['prefill_chunk']}",
+            f"{engine['max_length']}",
             "requests": f"{self.num_requests}, {self.num_sampled} of them sampled",
             "emitted per round": f"{self.acceptance.emitted_per_round:.2f}",
             "start-up probe": self.probe.sentence,

@@ -272,7 +272,6 @@ def _run_reference_loop(engine: Engine, requests: Sequence[Request]) -> _Run:
         engine.target,
         batch_size=engine.shape.batch_size,
         max_length=engine.shape.max_length,
-        prefill_chunk=engine.shape.prefill_chunk,
     )
     return [(completion, None) for completion in loop.run(_with_logprobs(requests, None))]
 

@@ -257,6 +257,10 @@ class GpuCommand(Bench):
 
 EQUAL = {True: "yes", False: "NO", None: "-"}
 BATCH: Columns = {"batch": "{batch_size}"}
+POSITIONS: Columns = {  # of the target
+    "live\n/round": "{live_per_round:.1f}",
+    "computed\n/round": "{computed_per_round:.1f}",
+}
 RATES: Columns = {
     "tokens/s": "{tokens_per_s:.0f}",
     "plain\ntokens/s": "{plain_tokens_per_s:.0f}",
@@ -269,6 +273,7 @@ RUNS: Columns = {
     "of\nrounds": "{speedup_of_rounds:.2f}x",
     "predicted": "{predicted[speedup]:.2f}x",
     "emitted\n/round": "{emitted_per_round:.2f}",
+    **POSITIONS,
     "equals\nplain": lambda run: EQUAL[run["equal_to_plain"] if run["draft_length"] else None],
 }
 ADAPTIVE: Columns = {
@@ -277,6 +282,7 @@ ADAPTIVE: Columns = {
     **RATES,
     "of best\nfixed": "{of_best_fixed:.2f}",
     "emitted\n/round": "{emitted_per_round:.2f}",
+    **POSITIONS,
     "rounds by draft length": lambda run: ", ".join(
         f"{length}: {count}" for length, count in run["rounds_by_draft_length"].items()
     ),

@@ -82,7 +82,6 @@ class DemoCommand(JsonOption):
                     draft_length=DRAFT_LENGTH,
                     batch_size=batch_size,
                     max_length=max(map(len, prompts)) + self.max_tokens + DRAFT_LENGTH + 1,
-                    prefill_chunk=64,  # the prompts are short
                     repeats=self.repeats,
                     on_stage=lambda stage, n=batch_size: status.update(f"batch {n}, {stage}"),
                 )

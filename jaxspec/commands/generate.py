@@ -625,7 +625,7 @@ def _settings_digest(engine: Engine, params: SamplingParams, format: str) -> str
     the other verifiers they do. The seed matters only where tokens are drawn.
     """
     is_sampled = params.temperature > 0
-    shape = dataclasses.asdict(engine.shape)
+    shape = engine.shape.decisive()
     # These follow from the verifier, or from what is recorded.
     for name in ("is_noise_shared", "needs_draft_probs", "needs_greedy_probs"):
         del shape[name]

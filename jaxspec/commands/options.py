@@ -192,9 +192,9 @@ class EngineArgs:
     """More settings of `jaxspec.Engine`, as a JSON object, such as `{"scheduler": "pool"}`. Rows
     take part in rounds by `scheduler` (`continuous`; `static`, as in EQSPEC; `pool`, as in EXSPEC),
     and their KV is stored by `layout` (`ragged`; `aligned`, as in EQSPEC). `check_invariants` tests
-    KV and positions after every round. Others are `prefill_chunk`, `rounds_per_sync`,
-    `rounds_per_piece`, `max_queue`, `tree_depth`, `budget_bytes`, `session_bytes`, `step_timeout_s`
-    and `logprobs_mode`."""
+    KV and positions after every round. Others are `rounds_per_sync`, `rounds_per_piece`,
+    `max_queue`, `tree_depth`, `budget_bytes`, `session_bytes`, `step_timeout_s` and
+    `logprobs_mode`."""
 
     def given_engine(self) -> dict[str, Any]:
         """The settings that were given.
@@ -205,7 +205,7 @@ class EngineArgs:
         given = settings_of(self, "engine_args")
         names = {field.name for field in dataclasses.fields(EngineConfig)}
         names -= {"mesh", "trace", "max_logprobs", *vars(self)}
-        if unknown := [name for name in given if name not in names]:
+        if unknown := [name for name in given if name not in {*names, "prefill_chunk"}]:
             raise SettingError(
                 f"{unknown[0]!r} was given in --engine-args, which take {', '.join(sorted(names))}."
             )

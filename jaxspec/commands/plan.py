@@ -82,6 +82,8 @@ class PlanCommand(JsonOption):
     float32 when the plan is for this machine's CPU."""
     scheduler: SchedulerName = "continuous"
     """As in `jaxspec generate`; `continuous` keeps extra rows besides the batch."""
+    max_logprobs: int | None = None
+    """Log-probabilities that are kept per position, for requests that ask for them."""
     mesh: str | None = None
     """Axes of a mesh, such as `data=1,model=8`; default one device."""
     draft_lengths: tuple[int, ...] | None = None
@@ -113,6 +115,7 @@ class PlanCommand(JsonOption):
                     ),
                     dtype=self.dtype,
                     scheduler=self.scheduler,
+                    max_logprobs=self.max_logprobs,
                     mesh=mesh,
                     search=Search(draft_lengths=self.draft_lengths),
                     say=status.update,

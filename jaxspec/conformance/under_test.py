@@ -216,7 +216,6 @@ class ModelUnderTest:
             draft_length=WINDOW - 1,
             batch_size=ROWS,
             max_length=self.max_length,
-            prefill_chunk=CHUNK,
         )
         self.plain = engine.generate(self.prompts, self.requests, speculate=False)
         known = [[*c.prompt_token_ids, *c.token_ids, *[0] * self.longest] for c in self.plain]
@@ -344,7 +343,6 @@ class DrafterUnderTest:
             draft_length=self.num_nodes,
             batch_size=ROWS,
             max_length=self.max_length,
-            prefill_chunk=CHUNK,
         )
 
     @property
@@ -363,13 +361,15 @@ class DrafterUnderTest:
         return self.parts.drafter
 
     @property
-    def places(self) -> tuple[Any, Any, Any]:
-        """Shapes of the arguments of its functions of a row: state, rows, row."""
+    def places(self) -> tuple[Any, Any, dict[str, Any]]:
+        """Shapes of the arguments of its functions of rows: state, all rows, and which by name."""
         # The engine is made here: its parameters must not be made while something is traced.
         parts, shape = self.parts, self.shape
         state = jax.eval_shape(lambda: self.drafter.init(shape))
         rows = jax.eval_shape(lambda: self.rows(init(parts)))
-        return state, rows, jax.ShapeDtypeStruct((), jnp.int32)
+        sizes = {"admit": (), "catch_up": (shape.chunks_per_call,)}
+        chosen = {name: jax.ShapeDtypeStruct(size, jnp.int32) for name, size in sizes.items()}
+        return state, rows, chosen
 
     @property
     def params(self) -> PyTree:

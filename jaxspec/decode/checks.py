@@ -80,9 +80,10 @@ def check_drafter(parts: RoundParts) -> None:
 
     shape = parts.resident_shape
     state = jax.eval_shape(lambda: decode_loop.init(parts))
-    rows, row = jax.eval_shape(batch_view, state), jax.ShapeDtypeStruct((), jnp.int32)
-    for name in ("admit", "catch_up"):
+    rows = jax.eval_shape(batch_view, state)
+    for name, size in (("admit", ()), ("catch_up", (shape.chunks_per_call,))):
         function = functools.partial(getattr(drafter, name), shape)
+        row = jax.ShapeDtypeStruct(size, jnp.int32)
         after = jax.eval_shape(function, own, state.drafter, rows, row)
         _check_same(f"{who} returned from `{name}` a state with", after, state.drafter)
 

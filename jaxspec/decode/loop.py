@@ -123,29 +123,17 @@ def _prefill_target(
     )
     state = mark_prefilled(state.replace(cache=cache), rows, stops)
     if features is not None:
-        observe = parts.drafter.observe
-        state = _tell_of_chunks(parts, observe, params, state, rows, starts, stops, features)
+        seen = jnp.where(is_here, rows, state.num_committed.shape[0])
+        for place in range(rows.shape[0]):
+            own = (each[place] for each in (seen, starts, stops, features))
+            state = _tell_drafter(parts, parts.drafter.observe, params, state, *own)
     return state, hidden, starts, stops
 
 
 def catch_up(parts: RoundParts, params: PyTree, state: DecodeState, rows: jax.Array) -> DecodeState:
     """State after the drafter has read, for each of `rows` `[R]` (as in `prefill`), one chunk of
     the row's tokens that it had not seen."""
-    return _tell_of_chunks(parts, parts.drafter.catch_up, params, state, rows)
-
-
-def _tell_of_chunks(
-    parts: RoundParts, function, params: PyTree, state: DecodeState, rows: jax.Array, *of_chunks
-):
-    """State after one of the drafter's functions on each of `rows` `[R]`, one after the other, with
-    its own part of `of_chunks`, arrays `[R, ...]`."""
-
-    def tell(index, drafter):
-        own = (leaf[index] for leaf in (rows, *of_chunks))
-        return _tell_drafter(parts, function, params, state.replace(drafter=drafter), *own).drafter
-
-    num_chunks = jnp.sum(rows >= 0, dtype=jnp.int32)
-    return state.replace(drafter=lax.fori_loop(0, num_chunks, tell, state.drafter))
+    return _tell_drafter(parts, parts.drafter.catch_up, params, state, rows)
 
 
 def _tell_drafter(parts: RoundParts, function, params: PyTree, state: DecodeState, *arguments):

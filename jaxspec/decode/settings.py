@@ -22,7 +22,6 @@ Exactness: TypeAlias = Literal["bitwise", "ties"]
 DraftLength: TypeAlias = int | Literal["auto"]
 DEFAULT_DRAFT_LENGTH = 4
 LARGEST_NUM_SLOTS = LARGEST_COUNT  # over all rows
-LARGEST_CHUNK = 2**12  # unless the max_length is larger: the rest would be padding
 MAX_STOP_TOKENS = 8  # room for a request's stop tokens in the compiled loop
 # For a request whose draft is longer than its engine allows.
 LONGER_DRAFTS = "lower it, or make the engine with a larger draft_length"

@@ -122,9 +122,13 @@ class Drafter:
         None, the default, if it keeps no state that could lag."""
         return None
 
-    def catch_up(self, shape, params, state, rows, row):
-        """The state after reading up to `shape.prefill_chunk` unseen committed tokens of row `row`;
-        by default as it is."""
+    def catch_up(self, shape, params, state, rows, chunk_rows):
+        """The state after reading some chunks, each of up to `shape.prefill_chunk` unseen committed
+        tokens of one row; by default as it is.
+
+        `chunk_rows`, `[R]` int32, has the row of each chunk; a row's chunks follow each other. -1
+        where there are fewer chunks; these come last. See `models.prefill.next_starts`.
+        """
         return state
 
     def observe(
@@ -146,9 +150,9 @@ class Drafter:
           params: see `uses_target`.
           state: the state of all resident rows.
           rows: all resident rows.
-          row: int32 scalar.
+          row: int32 scalar; B, whose updates JAX drops, where a call has fewer chunks.
           start: int32 scalar, position of the chunk's first token.
-          stop: int32 scalar, the position after its last.
+          stop: int32 scalar, the position after its last; `start` if there is no chunk.
           features: `[prefill_chunk, n, E]`, those of the tokens from `start` on; padding from
             `stop` on.
         """

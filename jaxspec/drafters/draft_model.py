@@ -40,7 +40,7 @@ from jaxspec.models.base import (
     param_specs,
     with_kv_dtype,
 )
-from jaxspec.models.prefill import prefill_chunks
+from jaxspec.models.prefill import next_starts, prefill_chunks
 from jaxspec.runtime.values import check_kind, number, whole_number
 from jaxspec.sampling import draw_draft
 from jaxspec.types import BatchView, Draft, EngineShape, PyTree, RoundInfo, Window, chain_parents
@@ -304,26 +304,43 @@ class DraftModel(Drafter):
         return jnp.maximum(rows.num_committed - 1 - state.num_seen, 0)
 
     def catch_up(
-        self, shape, params, state: DraftModelState, rows: BatchView, row
+        self, shape, params, state: DraftModelState, rows: BatchView, chunk_rows: jax.Array
     ) -> DraftModelState:
-        """Reads a chunk of the unseen tokens of row `row`."""
-        start = state.num_seen[row]
-        stop = jnp.minimum(start + shape.prefill_chunk, rows.num_committed[row] - 1)
+        """Reads chunks of unseen tokens, all in one pass; with a `kv_window` one after the other,
+        because the pages that take turns have room for the KV of one chunk only."""
+        if self.kv_window is None:
+            return self._read_chunks(shape, params, state, rows, chunk_rows)
+
+        def read_one(index, state):
+            return self._read_chunks(shape, params, state, rows, chunk_rows[index][None])
+
+        return lax.fori_loop(0, jnp.sum(chunk_rows >= 0, dtype=jnp.int32), read_one, state)
+
+    def _read_chunks(
+        self, shape, params, state: DraftModelState, rows: BatchView, chunk_rows: jax.Array
+    ) -> DraftModelState:
+        own = jnp.maximum(chunk_rows, 0)
+        starts = next_starts(state.num_seen, chunk_rows, shape.prefill_chunk)
+        stops = jnp.minimum(starts + shape.prefill_chunk, rows.num_committed[own] - 1)
+        stops = jnp.where(chunk_rows < 0, 0, stops)
         cache, *_ = prefill_chunks(
             self.model,
             params,
             state.cache,
             jnp.minimum(rows.tokens, self.model.vocab_size - 1),
-            rows=row[None],
-            starts=start[None],
-            stops=stop[None],
+            rows=own,
+            starts=starts,
+            stops=stops,
             chunk=shape.prefill_chunk,
         )
-        num_seen = state.num_seen.at[row].set(jnp.maximum(start, stop))
-        num_positions = state.num_positions + jnp.maximum(stop - start, 0)
+        num_read = jnp.sum(jnp.maximum(stops - starts, 0), dtype=jnp.int32)
         if state.num_written is not None:
-            state = state.replace(num_written=state.num_written.at[row].max(stop))
-        return state.replace(cache=cache, num_seen=num_seen, num_positions=num_positions)
+            state = state.replace(num_written=state.num_written.at[own].max(stops))
+        return state.replace(
+            cache=cache,
+            num_seen=state.num_seen.at[own].max(stops),
+            num_positions=state.num_positions + num_read,
+        )
 
     def propose(self, shape, params, state: DraftModelState, rows: BatchView):
         """A chain or a tree; it takes as many steps as the longest draft of any row needs, counted

@@ -116,9 +116,9 @@ class Oracle(Drafter):
         """That of `cost_of`."""
         return self._cost.lag(state["cost"], rows)
 
-    def catch_up(self, shape, params, state, rows: BatchView, row) -> PyTree:
+    def catch_up(self, shape, params, state, rows: BatchView, chunk_rows) -> PyTree:
         """That of `cost_of`."""
-        cost = self._cost.catch_up(shape, params["cost"], state["cost"], rows, row)
+        cost = self._cost.catch_up(shape, params["cost"], state["cost"], rows, chunk_rows)
         return {**state, "cost": cost}
 
     def propose(self, shape: EngineShape, params, state, rows: BatchView):

@@ -12,7 +12,6 @@ from jaxspec.cache.layouts import Layout, check_layout
 from jaxspec.decode.checks import check_parts
 from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.settings import (
-    LARGEST_CHUNK,
     LARGEST_NUM_SLOTS,
     MAX_STOP_TOKENS,
     DraftLength,
@@ -27,8 +26,8 @@ from jaxspec.decode.sharded import batch_size_per_shard, check_mesh
 from jaxspec.decode.state import LogprobsConfig, check_rows
 from jaxspec.drafters.base import Drafter, NoDrafter
 from jaxspec.errors import SettingError
+from jaxspec.models import prefill
 from jaxspec.models.base import Model, check_taps, packed_model
-from jaxspec.models.prefill import chunks_per_call
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.runtime.values import (
     LARGEST_BYTES,
@@ -54,7 +53,6 @@ class ServingSettings(TypedDict, total=False):
     verify_length: int | None
     batch_size: int
     max_length: int
-    prefill_chunk: int
     budget_bytes: int | None
     mesh: jax.sharding.Mesh | None
 
@@ -115,8 +113,6 @@ class EngineConfig:
         `batch_size` is then an upper limit, and is lowered to what fits this and the free memory
         (docs/memory.md). None: all that is free on the device. `plan_memory` chooses more
         settings.
-      prefill_chunk: tokens of a chunk of a prompt. A call prefills several chunks, of one prompt or
-        of several.
       rounds_per_sync: most rounds that run before the host checks for finished rows.
       rounds_per_piece: most rounds between two pieces of a stream, two chunks of prompts while rows
         are running, and two checks of deadlines.
@@ -152,7 +148,6 @@ class EngineConfig:
     batch_size: int = 8
     max_length: int = 1024
     budget_bytes: int | None = None
-    prefill_chunk: int = 128
     rounds_per_sync: int = 32
     rounds_per_piece: int = 4
     max_queue: int = 1024
@@ -163,26 +158,28 @@ class EngineConfig:
     trace: TraceLevel | None = None
     check_invariants: bool = False
     mesh: jax.sharding.Mesh | None = None
+    prefill_chunk: dataclasses.InitVar[None] = None  # refused
 
-    def __post_init__(self):
+    def __post_init__(self, prefill_chunk: None):
+        if prefill_chunk is not None:
+            raise SettingError(
+                f"prefill_chunk {prefill_chunk} was given, and is a setting no longer: prompts are "
+                f"prefilled in chunks of {prefill.CHUNK} tokens, several of any prompts in a call, "
+                "and no output depends on that; leave it out."
+            )
         check_layout(self.layout)
         check_exactness(self.exactness)
         if not is_one_of(self.logprobs_mode, get_args(LogprobsMode)):
             expected = f"one of {', '.join(get_args(LogprobsMode))}"
             raise refusal("logprobs_mode", self.logprobs_mode, expected)
-        max_length = whole_number("max_length", self.max_length, least=1)
-        longest_chunk = max(LARGEST_CHUNK, kv.round_up_to_block(max_length))
         checked = {
             "draft_length": as_draft_length(self.draft_length),
             "verify_length": _number_or_none("verify_length", self.verify_length, least=1),
             "tree_depth": _number_or_none("tree_depth", self.tree_depth, least=0),
             "batch_size": whole_number("batch_size", self.batch_size, least=1),
-            "max_length": max_length,
+            "max_length": whole_number("max_length", self.max_length, least=1),
             "budget_bytes": _number_or_none(
                 "budget_bytes", self.budget_bytes, least=1, most=LARGEST_BYTES
-            ),
-            "prefill_chunk": whole_number(
-                "prefill_chunk", self.prefill_chunk, least=1, most=longest_chunk
             ),
             "rounds_per_sync": whole_number("rounds_per_sync", self.rounds_per_sync, least=1),
             "rounds_per_piece": whole_number("rounds_per_piece", self.rounds_per_piece, least=1),
@@ -279,14 +276,14 @@ def make_parts(target: Model, drafter: Drafter | None, config: EngineConfig) -> 
         batch_size=batch_size,
         max_length=kv.round_up_to_block(config.max_length),
         verify_length=verify_length,
-        prefill_chunk=config.prefill_chunk,
+        prefill_chunk=prefill.CHUNK,
         vocab_size=target.vocab_size,
         tree_depth=tree_depth,
         is_noise_shared=verifier.is_noise_shared,
         needs_draft_probs=verifier.needs_draft_probs or records_tokens,
         needs_greedy_probs=records_tokens,
         loops_run_on_host=loops_run_on_host(),
-        chunks_per_call=chunks_per_call(target),
+        chunks_per_call=prefill.chunks_per_call(target),
     )
     parts = RoundParts(
         target=packed_model(target),

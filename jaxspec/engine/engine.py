@@ -45,9 +45,9 @@ class Engine:
     order of arrival.
 
     With the `coupled` verifier an output depends on the request (its seed included) and on the
-    engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, `prefill_chunk`, mesh
-    and dtype. It does not depend on other requests, the row, the drafter or the draft length. For
-    the other verifiers see their `promise`.
+    engine's shape: `max_length`, `verify_length`, `tree_depth`, `batch_size`, mesh and dtype. It
+    does not depend on other requests, the row, the drafter or the draft length. For the other
+    verifiers see their `promise`.
 
     With a `mesh`, each shard of its axis `data` decodes its own rows; an axis `model` splits heads,
     feed-forward layers and vocabulary over the devices of a shard. An output does not depend on the
@@ -421,9 +421,8 @@ class Engine:
         """Prefills a prefix that many prompts share, such as a system prompt, and keeps its KV on
         the host; returns its number of tokens. From then on every request that begins with it, in a
         session or not, copies that KV instead of computing it, and emits the same tokens and bits.
-        (With kernels whose bits depend on the width, only whole chunks of `prefill_chunk` tokens
-        are copied, so a shorter prefix is of no use.) `forget_prefixes` drops it, as do new
-        weights.
+        (With kernels whose bits depend on the width, only whole chunks of 128 tokens are copied,
+        so a shorter prefix is of no use.) `forget_prefixes` drops it, as do new weights.
 
         Args:
           prompt: text, token ids or messages.
@@ -578,6 +577,6 @@ def _described(engine: Engine) -> dict[str, Any]:
         "kernels_fallback": getattr(engine.target, "kernels_fallback", None)
         or (noted["kernels_fallback"] if kernels == noted["kernels"] else None),
         "autotuned": autotuned(),
-        **dataclasses.asdict(engine.shape),
+        **engine.shape.decisive(),
         **dataclasses.asdict(engine.memory),
     }

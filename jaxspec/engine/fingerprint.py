@@ -30,10 +30,10 @@ def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
       more: what else decides the outputs.
     """
     described = engine.describe()
-    shape = dict(vars(engine.shape))
     names = ["target", "kv_dtype", "verifier", "layout", "exactness", "mesh", "autotuned"]
     names += ["kernels", "kernels_family"]
-    found: dict[str, Any] = {name: described[name] for name in names} | {"shape": shape}
+    found: dict[str, Any] = {name: described[name] for name in names}
+    found["shape"] = engine.shape.decisive()
     found["weights"] = _digest(engine.target.params)
     if engine.exactness != "bitwise":
         found["drafter"] = described["drafter"], described["draft_length"]

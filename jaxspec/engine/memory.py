@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jaxspec.cache.pages import BLOCK, KVCache
 from jaxspec.decode.loop import DecodeLoop, init
 from jaxspec.decode.parts import RoundParts
+from jaxspec.decode.recorders import SCORED_TOGETHER
 from jaxspec.decode.settings import home_of
 from jaxspec.decode.sharded import ShardedLoop
 from jaxspec.errors import SettingError
@@ -48,8 +49,9 @@ class Memory:
       kv_bytes: KV caches of target and drafter, for all rows.
       buffers_bytes: tokens, log-probabilities and everything else kept per row.
       logits_bytes: what a round needs for its logits: these themselves, the distributions of
-        drafts, and what tokens are drawn with; see `Parts.round_bytes`. A tree with many nodes
-        makes them large; a round also needs other temporaries.
+        drafts, and what tokens are drawn with; or what prompt log-probabilities need, if that is
+        more. See `Parts.round_bytes`. A tree with many nodes makes them large; a round also needs
+        other temporaries.
       free_bytes: bytes free on the device before the state is made; None if the device does not
         say. On a CPU, what the host, the process's cgroups and its limits (`ulimit`) allow.
       num_resident_tokens: tokens of finished turns whose KV is in a row at present, for the next
@@ -119,6 +121,8 @@ class Parts:
       drawing_bytes: fp32 arrays `[V]` that tokens are drawn with: `ARRAYS_PER_DRAW` for each that
         is drawn at a time (`sampling.num_drawn_together`), or `ARRAYS_PER_COMPARISON` for each of
         the window where the verifier compares distributions.
+      scoring_bytes: fp32 arrays `[V]` of the prompt tokens that are scored at a time, if the engine
+        keeps log-probabilities: logits, and their order where likeliest ones are kept.
     """
 
     target_weights_bytes: int
@@ -129,6 +133,7 @@ class Parts:
     logits_bytes: int
     draft_probs_bytes: int
     drawing_bytes: int
+    scoring_bytes: int = 0
 
     @property
     def weights_bytes(self) -> int:
@@ -147,8 +152,9 @@ class Parts:
 
     @property
     def round_bytes(self) -> int:
-        """What a round needs for its logits."""
-        return self.logits_bytes + self.draft_probs_bytes + self.drawing_bytes
+        """What a round needs for its logits, or the scoring of prompts if that needs more."""
+        of_round = self.logits_bytes + self.draft_probs_bytes + self.drawing_bytes
+        return max(of_round, self.scoring_bytes)
 
 
 def measure_parts(loop: DecodeLoop | ShardedLoop) -> Parts:
@@ -174,6 +180,7 @@ def measure_parts(loop: DecodeLoop | ShardedLoop) -> Parts:
         logits_bytes=shape.batch_size * shape.verify_length * of_token,
         draft_probs_bytes=shape.needs_draft_probs * shape.batch_size * shape.num_nodes * of_token,
         drawing_bytes=_num_drawing_arrays(of_shard) * of_token,
+        scoring_bytes=_num_scoring_arrays(of_shard) * of_token,
     )
 
 
@@ -188,6 +195,13 @@ def _num_drawing_arrays(parts: RoundParts) -> int:
     return ARRAYS_PER_DRAW * max(
         each * num_drawn_together(each, length, loops_run_on_host=on_host) for each in numbers
     )
+
+
+def _num_scoring_arrays(parts: RoundParts) -> int:
+    """Arrays `[V]` of `Parts.scoring_bytes`."""
+    if parts.logprobs is None:
+        return 0
+    return (1 + (parts.logprobs.num_top > 0)) * min(SCORED_TOGETHER, parts.shape.prefill_chunk)
 
 
 def _cache_bytes(state: PyTree) -> int:
@@ -330,7 +344,7 @@ class ProgramBytes:
     """What XLA reports about a compiled program, per device.
 
     Attributes:
-      name: `round` or `prefill`.
+      name: `round`, `prefill` or `scoring`.
       argument_bytes: its arguments, without parameters that it does not use.
       output_bytes: its results.
       alias_bytes: the part of the results that is written in place of arguments.
@@ -355,7 +369,8 @@ class ProgramBytes:
 
 
 def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]:
-    """The rounds and the prefill of a loop, compiled from shapes; nothing is allocated.
+    """The rounds and the prefill of a loop, and its prefill with log-probabilities of prompts if it
+    keeps any, compiled from shapes; nothing is allocated.
 
     Args:
       loop: a loop, whose parameters may be shapes. The devices of a mesh must exist, but may be
@@ -391,10 +406,13 @@ def compile_programs(loop: DecodeLoop | ShardedLoop) -> tuple[ProgramBytes, ...]
             compile_s=compiled_s - lowered_s,
         )
 
-    return (
+    programs = [
         compile_one("round", loop.run, number, each),
         compile_one("prefill", loop.prefill, chunks, chunks),
-    )
+    ]
+    if loop.parts.logprobs is not None:
+        programs.append(compile_one("scoring", loop.score, chunks, chunks))
+    return tuple(programs)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -403,8 +421,8 @@ class PlanBytes:
 
     Attributes:
       parts: bytes of weights, KV, buffers and logits.
-      added_bytes: what the larger of the two programs, the round and the prefill, needs besides its
-        arguments; the round's logits and its drafts' distributions are part of it.
+      added_bytes: what the largest program needs besides its arguments; the round's logits and its
+        drafts' distributions are part of it.
       programs: the compiled programs; empty if `added_bytes` was computed.
     """
 
@@ -426,7 +444,7 @@ class PlanBytes:
         """A JSON object with the sums, and with the temporaries besides logits and distributions.
         `temporaries` says whether these are `compiled` or `computed`."""
         parts = dataclasses.asdict(self.parts)
-        del parts["drawing_bytes"]  # a part of the temporaries
+        del parts["drawing_bytes"], parts["scoring_bytes"]  # parts of the temporaries
         named = self.parts.logits_bytes + self.parts.draft_probs_bytes
         return {
             **parts,

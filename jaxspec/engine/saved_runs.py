@@ -227,6 +227,7 @@ class SavedRun:
           SettingError: the verifier or the scheduler is not one of jaxspec's.
         """
         settings = dict(self.manifest["settings"])
+        settings.pop("prefill_chunk", None)  # a setting once, on which no output depends
         for name, room in (("verifier", verifiers), ("scheduler", schedulers)):
             fields = dict(settings[name])
             rule = getattr(room, fields.pop("class"), None)

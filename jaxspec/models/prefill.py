@@ -15,6 +15,7 @@ from jaxspec.cache.pages import KVCache
 from jaxspec.models.base import Model, forward_features, kernels_of
 from jaxspec.types import PyTree, Window
 
+CHUNK = 128  # tokens of a prompt in a chunk
 # Chunks of one call: 512 tokens fill an accelerator. XLA computes empty chunks too; on a CPU, which
 # one chunk fills, it prefills them one at a time. The C++ kernels leave all padding out.
 CHUNKS_PER_CALL = 4
@@ -25,6 +26,13 @@ def chunks_per_call(target: Model) -> int:
     platform = getattr(target, "platform", jax.default_backend())
     skips_padding = kernels_of(target).skips_padding
     return 1 if platform == "cpu" and not skips_padding else CHUNKS_PER_CALL
+
+
+def next_starts(num_read: jax.Array, rows: jax.Array, chunk: int) -> jax.Array:
+    """`[R]` int32, where the chunks of `rows` `[R]` begin if they continue what was read of each
+    row, its first `num_read` `[B]` tokens; 0 for those of row -1."""
+    num_before = jnp.sum(jnp.tril(rows[:, None] == rows[None], -1), axis=1, dtype=jnp.int32)
+    return jnp.where(rows < 0, 0, num_read[jnp.maximum(rows, 0)] + chunk * num_before)
 
 
 def chain_window(

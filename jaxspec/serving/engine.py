@@ -153,9 +153,9 @@ class ServingEngine:
       drafter: what proposes tokens; None decodes plainly, one token per step.
       draft_length: tokens proposed per round, 1 to `verify_length - 1`; default the drafter's own
         number of nodes, or 4.
-      settings: `verifier`, `verify_length`, `batch_size`, `max_length`, `prefill_chunk`,
-        `budget_bytes` and `mesh`, as in `EngineConfig`. Each `Prefilled` has `max_length` slots,
-        which the budget does not count.
+      settings: `verifier`, `verify_length`, `batch_size`, `max_length`, `budget_bytes` and `mesh`,
+        as in `EngineConfig`. Each `Prefilled` has `max_length` slots, which the budget does not
+        count.
 
     Attributes:
       num_updates: how often `update_params` has replaced weights.
@@ -365,7 +365,7 @@ class ServingEngine:
         if prefilled.shape != self._row.shape or form_of(parts[1:]) != self._form:
             raise SettingError(
                 "A prompt was inserted that an engine with another model, drafter, verifier, "
-                f"verify_length, max_length or prefill chunk has prefilled ({prefilled.shape}, not "
+                f"verify_length or max_length has prefilled ({prefilled.shape}, not "
                 f"{self._row.shape}); prefill it with an engine of these settings."
             )
         if self._batch.home is not None:

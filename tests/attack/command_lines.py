@@ -130,7 +130,7 @@ def _numbers():
             yield (*PROMPT, "--sampling-args", f'{{"{field}": {value}}}')
     settings = {
         "scheduler": ('"x"', '""', "5", "[]", "{}"), "layout": ('"x"', "5", "[]"),
-        "check_invariants": ("5", '"x"'), "prefill_chunk": ("0", "-1", "1.5", '"x"', HUGE),
+        "check_invariants": ("5", '"x"'), "prefill_chunk": ("0", "64", '"x"'),
         "rounds_per_sync": ("0", "true"), "budget_bytes": ("0", "1e400"), "mesh": ("1",),
         "batch_size": ("1",), "x": ("1",), "step_timeout_s": ("-1", "NaN", '"x"'),
         "logprobs_mode": ('"x"', "5"), "tree_depth": ("-1",), "trace": ('"rounds"',),

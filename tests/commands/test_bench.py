@@ -19,7 +19,7 @@ from jaxspec.decode.loop import one_round
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench import measure, stages
-from jaxspec.lab.bench.decode import agreement
+from jaxspec.lab.bench.decode import agreement, positions_per_round
 from jaxspec.lab.bench.roofline import Ceilings
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.devices import DEVICES, Device
@@ -98,6 +98,7 @@ def test_decode_compares_every_draft_length_with_plain(document):
         assert parts == pytest.approx(run["round_ms"])
         assert run["fraction_of_roofline"] == pytest.approx(run["roofline_ms"] / run["round_ms"])
     plain, drafted = runs
+    assert plain["live_per_round"] == 3 * 6 / (6 + 6)  # two rows, then one
     assert plain["speedup_vs_plain"] == 1
     assert plain["stages_ms"]["draft"] == 0
     assert drafted["stages_ms"]["draft"] > 0
@@ -118,6 +119,23 @@ def test_decode_shows_each_promise_with_a_draft_length_that_chooses_itself(docum
         assert run["num_not_ties"] == 0
         assert set(run["rounds_by_draft_length"]) <= {"0", "1", "2"}
         assert sum(run["rounds_by_draft_length"].values()) > 0
+
+
+@pytest.mark.parametrize("kernels", ["xla", "native"])
+def test_positions_of_a_round_are_those_of_the_trace(kernels):
+    target = toy.model(num_layers=1, kernels=kernels)
+    drafter = DraftModel(toy.model(seed=1, num_layers=1))
+    shape = {"batch_size": 2, "max_length": 128, "scheduler": Static()}
+    engine = Engine(target, drafter, draft_length=3, trace="rounds", **shape)
+    params = SamplingParams(max_tokens=10, ignore_eos=True)
+    completions = engine.generate(toy.prompts((9, 30, 12)), params)
+    found, rounds = positions_per_round(engine, completions.acceptance), completions.rounds()
+    live = (len(rounds) + rounds.drafted.sum()) / int(engine.state.num_rounds)
+    assert 2 < live < 2 * 4
+    assert found == {
+        "live_per_round": pytest.approx(live),
+        "computed_per_round": pytest.approx(live) if kernels == "native" else 2 * 4,
+    }
 
 
 @pytest.mark.slow

@@ -62,7 +62,7 @@ def test_a_process_with_virtual_devices_gets_the_same_options(monkeypatch):
 
 def test_a_plan_is_printed(cli):
     models = ("--target", "demo-target", "--draft", "demo-draft")
-    shape = ("--budget", "80MiB", "--batch", "2", "--context", "200")
+    shape = ("--budget", "80MiB", "--batch", "2", "--context", "200", "--max-logprobs", "2")
     device = ("--device", str(ROOT / "docs" / "results" / "decode-cpu.json"))
     result = cli("plan", *models, *shape, *device, *QUICK, "--json")
     assert result.status == 0, result.err
@@ -72,6 +72,8 @@ def test_a_plan_is_printed(cli):
     assert plan["chosen"]["bytes"]["total_bytes"] <= 80 * 2**20
     assert plan["dtype"] == "float32"
     assert plan["num_candidates"] >= 4
+    assert "max_logprobs=2)" in plan["description"]
+    assert [each["name"] for each in plan["programs"]] == ["round", "prefill", "scoring"]
 
 
 def test_what_does_not_fit_is_refused(refused):

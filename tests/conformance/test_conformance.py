@@ -647,10 +647,15 @@ def drift_with_rounds(self, shape, params, state, rows):
     return draft.replace(tokens=tokens), state
 
 
-def catch_up_short(self, shape, params, state, rows, row):
+def catch_up_short(self, shape, params, state, rows, chunk_rows):
     """Notes that it has read what it has not."""
-    after = jaxspec.DraftModel.catch_up(self, shape, params, state, rows, row)
+    after = jaxspec.DraftModel.catch_up(self, shape, params, state, rows, chunk_rows)
     return state.replace(num_seen=after.num_seen)
+
+
+def catch_up_first(self, shape, params, state, rows, chunk_rows):
+    chunk_rows = jnp.where(jnp.arange(chunk_rows.shape[0]) == 0, chunk_rows, -1)
+    return jaxspec.DraftModel.catch_up(self, shape, params, state, rows, chunk_rows)
 
 
 def forget_nothing(self, shape, params, state, rows, row):
@@ -690,6 +695,7 @@ FAULTS = {
         "keeps rejected drafts": ("no_drift", {"commit": keep_rejected}),
         "forgets nothing on admission": ("row_reuse", {"admit": forget_nothing}),
         "never catches up": ("catch_up", {"catch_up": forget_nothing}),
+        "reads the first chunk of a call": ("catch_up", {"catch_up": catch_up_first}),
         "only says that it caught up": ("no_drift", {"catch_up": catch_up_short}),
     },
     "one that samples": {

@@ -25,7 +25,7 @@ PARAMS = [
     SamplingParams(max_tokens=20 + index, temperature=0.5 * (index % 2), seed=index)
     for index in range(len(PROMPTS))
 ]
-SMALL = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SMALL = {"batch_size": 2, "max_length": 128}
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +163,6 @@ def test_a_resting_drafter_with_taps_never_lags_over_hundreds_of_plain_steps():
         draft_length=3,
         batch_size=2,
         max_length=768,
-        prefill_chunk=16,
     )
     prompts = toy.prompts((40, 1))
     for row, prompt in enumerate(prompts):

@@ -100,7 +100,6 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
         draft_length=4,
         batch_size=1,
         max_length=256,
-        prefill_chunk=16,
         rounds_per_sync=3,
     )
     prompt = toy.prompts((50,))[0]
@@ -110,21 +109,14 @@ def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models
     admit(engine, [prompt], SamplingParams(max_tokens=60), draft_length=0)  # decodes plainly
     for _ in range(10):
         engine.executor.run(2)
-    state = engine.executor.state.replace(draft_limit=jnp.full((1,), 4, jnp.int32))
+    engine.executor.set_draft_limits([4])
+    state = engine.executor.state
     rows = batch_view(state)
     assert int(drafter.lag(state.drafter, rows)[0]) == 20
     draft, _ = drafter.propose(engine.shape, drafter.params, state.drafter, rows)
     assert int(draft.num_valid[0]) == 0
 
-    catch_up = jax.jit(
-        lambda params, inner, rows, row: drafter.catch_up(engine.shape, params, inner, rows, row)
-    )
-    inner, num_chunks = state.drafter, 0
-    while int(drafter.lag(inner, rows)[0]) > 0:
-        inner = catch_up(drafter.params, inner, rows, jnp.int32(0))
-        num_chunks += 1
-    assert num_chunks == 2  # 20 tokens in chunks of 16
-    engine.executor.state = state.replace(drafter=inner)
+    assert engine.executor.catch_up({0: 20}) == 2  # chunks of 16
     engine.executor.run(100)
     state = engine.executor.state
     assert tuple(np.asarray(state.tokens[0, 50:110])) == truth[0].token_ids

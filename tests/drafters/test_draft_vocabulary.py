@@ -62,7 +62,7 @@ def test_outputs_are_plain_ones(tree):
     params = dict(target.params, embedding=jnp.concatenate([embedding[jnp.array(IDS)], others]))
     draft = dataclasses.replace(reduced(), params=params)
     engine = jaxspec.Engine(
-        target, jaxspec.DraftModel(draft, tree=tree), batch_size=4, max_length=128, prefill_chunk=16
+        target, jaxspec.DraftModel(draft, tree=tree), batch_size=4, max_length=128
     )
     prompts = toy.prompts([3, 9, 5, 12])
     for temperature in (0.0, 0.8):

@@ -36,7 +36,7 @@ PARAMS = [
     for index in range(len(LENGTHS))
 ]
 PROMPTS = toy.prompts(LENGTHS)
-SMALL: dict[str, Any] = {"batch_size": 3, "max_length": 256, "prefill_chunk": 32}
+SMALL: dict[str, Any] = {"batch_size": 3, "max_length": 256}
 
 
 @pytest.fixture(scope="module")
@@ -381,7 +381,7 @@ def test_rows_draft_to_the_end_of_their_slots(target):
     ]
     found = {}
     for max_length in (128, 256):
-        engine = Engine(target, drafter, batch_size=2, max_length=max_length, prefill_chunk=32)
+        engine = Engine(target, drafter, batch_size=2, max_length=max_length)
         assert engine.executor.state.cache.capacity == max_length + 128
         found[max_length] = engine.generate(prompts, params)
     for short, long in zip(*found.values(), strict=True):

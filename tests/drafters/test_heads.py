@@ -36,7 +36,7 @@ PARAMS = [
     SamplingParams(max_tokens=22 + index, temperature=0.8 * (index % 2), seed=index)
     for index in range(len(PROMPTS))
 ]
-SMALL = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SMALL = {"batch_size": 2, "max_length": 128}
 STATIC = StaticTree(((0,), (1,), (0, 0), (1, 0), (0, 1), (0, 0, 0)))
 STDDEV = 0.3  # so large that the tokens on the way to a node decide what follows it
 
@@ -400,7 +400,7 @@ LONG = SamplingParams(max_tokens=180, ignore_eos=True)
 
 def long_run(heads, target, prompts, *, num_tokens=LONG.max_tokens, **settings):
     """An executor of two rows that have read their prompts."""
-    settings = {"batch_size": 2, "max_length": 256, "prefill_chunk": 16} | settings
+    settings = {"batch_size": 2, "max_length": 256} | settings
     params = dataclasses.replace(LONG, max_tokens=num_tokens)
     executor = Engine(target, heads, trace="tokens", **settings).executor
     for row, prompt in enumerate(prompts):
@@ -460,7 +460,7 @@ class ForgetsPlainSteps(Heads):
 def test_after_hundreds_of_plain_steps_heads_draft_as_if_they_had_read_all_along(target, kind):
     sound = heads_named("clover", target, "chain")
     heads = kind(sound.config, sound.params, tree="chain")
-    settings = {"max_length": 512, "prefill_chunk": 64, "exactness": "ties", "verify_length": 4}
+    settings = {"max_length": 512, "exactness": "ties", "verify_length": 4}
     executor = long_run(heads, target, toy.prompts((40, 9)), num_tokens=400, **settings)
     executor.run(300, draft_length=0)
     catch_up(executor)

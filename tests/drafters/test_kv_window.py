@@ -21,20 +21,19 @@ from jaxspec.engine.row_store import RowStore
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import attention_inputs
 from jaxspec.kernels.registry import default_kernels
-from jaxspec.models import decoder, layers
+from jaxspec.models import decoder, layers, prefill
 from jaxspec.models.config import RopeConfig
 from jaxspec.requests.requests import make_requests
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
 from jaxspec.trees import BeamTree, StaticTree
 
-WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, 32, 768
+WINDOW, SINKS, CHUNK, MAX_LENGTH = 128, 4, prefill.CHUNK, 768
 # Two pages take turns, so a turn is 256 positions.
 SHAPE = {
     "draft_length": 4,
     "batch_size": 3,
     "max_length": MAX_LENGTH,
-    "prefill_chunk": CHUNK,
 }
 PROMPTS = toy.prompts((600, 5, 290))
 BEAM = BeamTree(width=2, depth=3, nodes=4)

@@ -719,7 +719,6 @@ def make(target):
             scheduler=jaxspec.Static(),
             batch_size=2,
             max_length=256,
-            prefill_chunk=16,
             rounds_per_sync=4,
             **settings,
         )
@@ -984,7 +983,6 @@ def of_nine_drafts(target):
         verify_length=9,
         batch_size=2,
         max_length=128,
-        prefill_chunk=16,
     )
 
 

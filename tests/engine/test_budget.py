@@ -13,7 +13,7 @@ from jaxspec.engine import memory
 from jaxspec.engine.memory import bytes_of, compile_programs, fit_rows
 from jaxspec.errors import SettingError
 
-SHAPE = {"max_length": 256, "prefill_chunk": 16, "draft_length": 3, "scheduler": "static"}
+SHAPE = {"max_length": 256, "draft_length": 3, "scheduler": "static"}
 
 
 @pytest.fixture(scope="module")

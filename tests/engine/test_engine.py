@@ -72,7 +72,6 @@ def engine(target):
         verify_length=4,
         batch_size=2,
         max_length=100,
-        prefill_chunk=16,
         rounds_per_sync=3,
         max_logprobs=3,
     )
@@ -95,7 +94,7 @@ def outputs(engine):
     [
         ({"batch_size": 0}, "batch_size 0 was given"),
         ({"max_length": 0}, "max_length 0 was given"),
-        ({"prefill_chunk": 0}, "prefill_chunk 0 was given"),
+        ({"prefill_chunk": 64}, "prefill_chunk 64 was given, and is a setting no longer"),
         ({"rounds_per_sync": 0}, "rounds_per_sync 0 was given"),
         ({"verify_length": 2}, "without a drafter"),
         ({"verifier": Rejection()}, "The verifier rejection was given without a drafter"),
@@ -263,6 +262,9 @@ def test_describe(engine, target):
     assert found["exactness"] == "bitwise"
     assert found["verifier"] == "coupled"
     assert "bit for bit" in found["promise"]
+    otherwise = dataclasses.replace(engine.shape, prefill_chunk=64, chunks_per_call=9)
+    assert otherwise.decisive().items() <= found.items()  # packing decides nothing
+    assert "prefill_chunk" not in found
     assert found["loops_run_on_host"] == (jax.default_backend() == "gpu")
     assert found["autotuned"] is None or found["loops_run_on_host"]
     for verifier, exactness in (
@@ -307,7 +309,7 @@ def test_nothing_is_compiled_after_the_first_batch(engine, outputs):
 
 def test_nothing_is_compiled_after_the_first_batch_with_placed_params(models_on_disk):
     """Parameters read from a checkpoint are committed to their device, unlike fresh ones."""
-    engine = Engine(models_on_disk, batch_size=1, max_length=50, prefill_chunk=16)
+    engine = Engine(models_on_disk, batch_size=1, max_length=50)
     for prompt in PROMPTS[:3]:
         engine.generate([prompt], SamplingParams(max_tokens=3))
     counts = engine.executor.compile_counts()
@@ -400,7 +402,6 @@ def oracle(target, mixed):
         draft_length=3,
         batch_size=2,
         max_length=100,
-        prefill_chunk=16,
         rounds_per_sync=1,
         max_logprobs=4,
         logprobs_mode="processed_logprobs",

@@ -41,7 +41,6 @@ def engine(target):
         draft_length=3,
         batch_size=BATCH_SIZE,
         max_length=200,
-        prefill_chunk=16,
         rounds_per_sync=5,
         max_queue=8,
     )
@@ -252,7 +251,6 @@ def test_static_batches_take_submitted_requests_too(target, alone, engine):
         draft_length=3,
         batch_size=BATCH_SIZE,
         max_length=200,
-        prefill_chunk=16,
         scheduler=Static(),
     )
     names = [static.submit(p, s) for p, s in zip(PROMPTS, PARAMS, strict=True)]
@@ -261,7 +259,7 @@ def test_static_batches_take_submitted_requests_too(target, alone, engine):
 
 
 def test_a_shut_down_engine_ends_what_it_holds_and_takes_no_more(target):
-    with Engine(target, batch_size=1, max_length=128, prefill_chunk=16) as engine:
+    with Engine(target, batch_size=1, max_length=128) as engine:
         names = [engine.submit(PROMPTS[0], SamplingParams(max_tokens=90)) for _ in range(4)]
         stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=90))
         engine.step()
@@ -360,7 +358,7 @@ def test_other_weights_need_no_new_trace():
 @pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
 def test_other_weights_of_tied_models_bring_their_own_head(kernels):
     made = [toy.model(seed=seed, is_tied=True, kernels=kernels, num_layers=1) for seed in range(4)]
-    shape = {"draft_length": 2, "batch_size": BATCH_SIZE, "max_length": 128, "prefill_chunk": 16}
+    shape = {"draft_length": 2, "batch_size": BATCH_SIZE, "max_length": 128}
     params = SamplingParams(max_tokens=12, ignore_eos=True)
     engine, other = (
         Engine(made[0], DraftModel(made[1]), **shape),

@@ -32,9 +32,7 @@ def executor(target):
     parts = make_parts(
         target,
         jaxspec.NGram(),
-        EngineConfig(
-            scheduler="static", draft_length=3, batch_size=2, max_length=128, prefill_chunk=16
-        ),
+        EngineConfig(scheduler="static", draft_length=3, batch_size=2, max_length=128),
     )
     return Executor(parts)
 

@@ -36,7 +36,6 @@ def engine(target):
         draft_length=3,
         batch_size=1,
         max_length=128,
-        prefill_chunk=16,
         rounds_per_sync=4,
         max_queue=3,
     )

@@ -33,7 +33,7 @@ def good():
 def made(good):
     """An engine, and what it emits for the prompt."""
     target, draft = toy.model(num_layers=1), toy.model(seed=1, num_layers=1)
-    engine = Engine(target, DraftModel(draft), batch_size=1, max_length=128, prefill_chunk=16)
+    engine = Engine(target, DraftModel(draft), batch_size=1, max_length=128)
     return engine, engine.generate([PROMPT], FEW)[0].token_ids
 
 

@@ -10,9 +10,10 @@ import pytest
 import toy
 
 from jaxspec import Engine, NGram, SamplingParams, load_model
-from jaxspec.engine import config, core
+from jaxspec.engine import core
+from jaxspec.models import prefill
 
-NUM_REQUESTS, BATCH_SIZE, CHUNK = 24, 8, 16
+NUM_REQUESTS, BATCH_SIZE, CHUNK = 24, 8, prefill.CHUNK
 PROMPTS = toy.prompts([4 * CHUNK + 1] * NUM_REQUESTS)  # four chunks each
 PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
 
@@ -20,9 +21,7 @@ PARAMS = SamplingParams(max_tokens=32, ignore_eos=True)
 @pytest.fixture(scope="module")
 def engine():
     """Decodes plainly, so that every request takes as many rounds as it emits tokens."""
-    return Engine(
-        toy.model(num_layers=1), batch_size=BATCH_SIZE, max_length=128, prefill_chunk=CHUNK
-    )
+    return Engine(toy.model(num_layers=1), batch_size=BATCH_SIZE, max_length=128)
 
 
 def decode(engine, prompts, params):
@@ -70,9 +69,9 @@ def test_the_check_above_sees_rows_that_starve(engine, monkeypatch):
 @pytest.fixture
 def padded(monkeypatch):
     """An engine whose calls of two chunks compute their padding, as on a GPU."""
-    monkeypatch.setattr(config, "chunks_per_call", lambda target: 2)
+    monkeypatch.setattr(prefill, "chunks_per_call", lambda target: 2)
     target = dataclasses.replace(toy.model(num_layers=1), kernels="xla")
-    return Engine(target, batch_size=BATCH_SIZE, max_length=128, prefill_chunk=CHUNK)
+    return Engine(target, batch_size=BATCH_SIZE, max_length=128)
 
 
 @pytest.mark.parametrize(("name", "num_calls"), [("engine", 4), ("padded", 2)])

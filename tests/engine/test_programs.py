@@ -250,7 +250,7 @@ def live_bytes():
     return sum(array.nbytes for array in jax.live_arrays())
 
 
-SMALL = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SMALL = {"batch_size": 2, "max_length": 128}
 
 
 def make(kind):

@@ -90,6 +90,7 @@ def test_a_run_is_read_as_it_was(saved, engine, completions):
 def test_a_run_is_decoded_again_to_the_token(saved, engine, completions):
     run = jaxspec.load_run(saved)
     drafter = jaxspec.DraftModel(engines.stranger(engines.target("text")))
+    run.manifest["settings"]["prefill_chunk"] = 64  # as older runs say
     made = jaxspec.Engine(engines.target("text"), drafter, **run.engine_settings)
     run.check_weights(made)
     again = made.generate(run.prompts, run.sampling_params, **run.manifest["generate"])

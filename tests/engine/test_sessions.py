@@ -21,9 +21,10 @@ from jaxspec.decode.settings import pinned_memory
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.row_store import ROW_PROGRAMS
 from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
+from jaxspec.models import prefill
 
 SHAPE = engines.SHAPE | {"draft_length": 3}
-CHUNK = SHAPE["prefill_chunk"]
+CHUNK = prefill.CHUNK
 GREEDY = SamplingParams(max_tokens=13, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=13, ignore_eos=True, temperature=0.9, seed=3)
 FIRST, SECOND, THIRD, OTHER = toy.prompts((21, 9, 30, 17))

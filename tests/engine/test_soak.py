@@ -1,6 +1,6 @@
-"""Thousands of requests from threads and an event loop, with cancellations, deadlines, failing
-device calls and new weights: every output that of the request alone, nothing lost or given twice,
-nothing compiled, no memory that grows."""
+"""Thousands of requests from threads and an event loop, some of them to score their prompts, with
+cancellations, deadlines, failing device calls and new weights: every output that of the request
+alone, nothing lost or given twice, nothing compiled, no memory that grows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.errors import QueueFullError, RequestError
 from jaxspec.requests.completions import Completion
 
-SHAPE = {"draft_length": 3, "batch_size": 4, "max_length": 128, "prefill_chunk": 16}
+SHAPE = {"draft_length": 3, "batch_size": 4, "max_length": 128, "max_logprobs": 2}
 NUM_VARIANTS = 24
 MAX_TOKENS = (1, 2, 5, 9, 20)
 SHORT_S = 0.02  # a deadline that some requests meet and others do not
@@ -48,9 +48,10 @@ def variants(rng: random.Random) -> list[Variant]:
     """Few enough to be decoded alone as well."""
     chosen = []
     for index, prompt in enumerate(toy.prompts([1 + 3 * i for i in range(NUM_VARIANTS)])):
-        is_sampled = rng.random() < 0.4
+        is_sampled, is_scored = rng.random() < 0.4, rng.random() < 0.3
         params = SamplingParams(
-            max_tokens=rng.choice(MAX_TOKENS),
+            max_tokens=rng.choice((0, 0, *MAX_TOKENS) if is_scored else MAX_TOKENS),
+            prompt_logprobs=rng.choice((0, 2)) if is_scored else None,
             temperature=0.8 if is_sampled else 0.0,
             top_p=rng.choice((1.0, 0.9)) if is_sampled else 1.0,
             seed=index,
@@ -62,7 +63,7 @@ def variants(rng: random.Random) -> list[Variant]:
 class Check:
     """What became of the requests of one phase, and what is wrong with it."""
 
-    def __init__(self, alone: Sequence[tuple[int, ...]]):
+    def __init__(self, alone: Sequence[Completion]):
         self.alone = alone
         self.ends: collections.Counter[str] = collections.Counter()
         self.problems: list[str] = []
@@ -70,13 +71,17 @@ class Check:
 
     def note(self, index: int, completion: Completion) -> None:
         """Counts how a request of this variant ended, and compares its output."""
-        whole, found = self.alone[index], completion.token_ids
+        alone, found = self.alone[index], completion.token_ids
         is_cut = completion.finish_reason == "abort"
         end = str(completion.stop_reason) if is_cut else "whole"
+        whole = alone.token_ids[: len(found)] if end in CUT else alone.token_ids
+        scores = completion.prompt_logprobs  # to the bit
+        is_same = found == whole and (scores == alone.prompt_logprobs or (is_cut and not found))
         with self._lock:
             self.ends[end] += 1
-            if found != (whole[: len(found)] if end in CUT else whole):
-                self.problems.append(f"variant {index} ({end}): {found}, alone {whole}")
+            if not is_same:
+                problem = f"variant {index} ({end}): {found}, {scores}; alone"
+                self.problems.append(f"{problem} {whole}, {alone.prompt_logprobs}")
 
     def add(self, end: str, number: int = 1) -> None:
         """Counts requests that ended without a completion, as their callers wanted or were told."""
@@ -242,9 +247,10 @@ def soak(num_requests: int, num_phases: int) -> None:
     alone = []
     for model in models:
         engine.update_params(target=model.params)
-        found = [engine.generate([v.prompt], v.params)[0].token_ids for v in chosen]
-        alone.append(found)
-    assert alone[0] != alone[1]
+        alone.append([engine.generate([v.prompt], v.params)[0] for v in chosen])
+    for name in ("token_ids", "prompt_logprobs"):
+        assert [getattr(c, name) for c in alone[0]] != [getattr(c, name) for c in alone[1]]
+    assert any(v.params.max_tokens == 0 for v in chosen)
 
     run = engine.executor.programs["run"]
 
@@ -288,18 +294,19 @@ def test_six_hundred_requests():
 
 
 def test_the_check_sees_what_is_lost_given_twice_or_of_another_request():
-    [done] = Engine(tiny.model(eos_token_ids=()), batch_size=1, max_length=128).generate(
-        [[5]], SamplingParams(max_tokens=9)
-    )
-    others = (7,) * 9
+    engine = Engine(tiny.model(eos_token_ids=()), batch_size=1, max_length=128, max_logprobs=0)
+    [done] = engine.generate([[5, 6]], SamplingParams(max_tokens=9, prompt_logprobs=0))
+    others = dataclasses.replace(done, token_ids=(7,) * 9)
+    unscored = dataclasses.replace(done, prompt_logprobs=None)
     for sabotage, num_expected in (
         (lambda check: None, 0),
         (lambda check: [check.note(0, done), check.note(0, done)], 1),
         (lambda check: check.note(1, done), 1),
         (lambda check: check.note(0, dataclasses.replace(done, token_ids=done.token_ids[:4])), 1),
+        (lambda check: check.note(0, unscored), 1),
         (lambda check: None, 1),
     ):
-        check = Check([done.token_ids, others])
+        check = Check([done, others])
         sabotage(check)
         if num_expected == 0:
             check.finish(0)

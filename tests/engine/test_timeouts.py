@@ -17,7 +17,7 @@ from jaxspec.runtime.compilation import Program
 
 PROMPTS = toy.prompts((3, 9, 1))
 LONG = SamplingParams(max_tokens=150, ignore_eos=True)
-SHAPE = {"batch_size": 1, "max_length": 256, "prefill_chunk": 16, "rounds_per_sync": 5}
+SHAPE = {"batch_size": 1, "max_length": 256, "rounds_per_sync": 5}
 
 
 @pytest.fixture(scope="module")

@@ -109,7 +109,7 @@ def test_other_doors(target):
     refused(lambda: Engine(own, heads.random_heads("clover2", own), batch_size=200_000))
 
 
-@pytest.mark.parametrize("name", ["batch_size", "max_length", "verify_length", "prefill_chunk"])
+@pytest.mark.parametrize("name", ["batch_size", "max_length", "verify_length"])
 def test_sizes_beyond_what_the_device_counts(target, name):
     for size in HUGE:
         for make in (Engine, ServingEngine, make_executor):

@@ -61,7 +61,6 @@ def engine_with(ours, verifier, *, batch_size):
         draft_length=3,
         batch_size=batch_size,
         max_length=128,
-        prefill_chunk=16,
     )
 
 

@@ -142,7 +142,6 @@ def engine_for(target, drafter, verifier):
         draft_length=drafter.num_nodes or 3,
         batch_size=8,
         max_length=128,
-        prefill_chunk=4,
         rounds_per_sync=4,
     )
 

@@ -114,7 +114,7 @@ PARAMS = [
 def outputs(name, kernels, *, verifier="coupled", **settings):
     """What requests get that end at different times, and the engine that they came from."""
     target = TARGETS.get(name, toy.model)(kernels=kernels)
-    settings = {"batch_size": 3, "max_length": 128, "prefill_chunk": 16} | settings
+    settings = {"batch_size": 3, "max_length": 128} | settings
     drafter = DRAFTERS[name](target)
     if drafter is not None:
         settings |= {"verifier": verifier}

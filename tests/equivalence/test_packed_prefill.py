@@ -18,7 +18,7 @@ from jaxspec.engine.executor import Executor
 from jaxspec.models import decoder, prefill
 from jaxspec.requests.requests import make_requests
 
-CHUNK, SLOTS = 16, 3
+CHUNK, SLOTS = prefill.CHUNK, 3
 PROMPTS = toy.prompts((70, 2, 33, 47, 16))
 PARAMS = [
     SamplingParams(max_tokens=9, ignore_eos=True, temperature=0.7 * (i % 2), seed=i)
@@ -47,23 +47,26 @@ PACKINGS = {
 
 def made(target, drafter=None, *, slots=SLOTS, **settings) -> Executor:
     """An executor of so many chunks a call."""
-    config = EngineConfig(batch_size=len(PROMPTS), max_length=128, prefill_chunk=CHUNK, **settings)
+    config = EngineConfig(batch_size=len(PROMPTS), max_length=128, **settings)
     parts = make_parts(target, drafter, config)
     shape = dataclasses.replace(parts.shape, chunks_per_call=slots)
     return Executor(dataclasses.replace(parts, shape=shape))
 
 
-def bits_of(executor, packing) -> list[np.ndarray]:
-    """KV of the prompts and everything of the drafter's, then outputs and their KV."""
+def bits_of(executor, packing, *, is_drafter_later: bool = False) -> list[np.ndarray]:
+    """Everything of the drafter's (its KV, if it has any) and KV of the prompts, then outputs and
+    their KV."""
     executor.reset()
     requests = make_requests(PROMPTS, PARAMS, executor.target, longest=executor.longest_prompt)
     for row, request in enumerate(requests):
         executor.admit(row, request, draft_length=3, arrival=row)
     for chunks in packing:
-        executor.prefill(chunks)
+        executor.prefill(chunks, target_only=is_drafter_later)
+    if is_drafter_later:
+        executor.catch_up(dict(enumerate(executor.lags().tolist())))
     rows = range(len(PROMPTS))
-    found = [bits for row in rows for bits in executor.committed_kv(row)]
-    found += map(np.array, jax.tree.leaves(executor.state.drafter))  # the state is donated
+    found = [*map(np.array, jax.tree.leaves(executor.state.drafter))]  # the state is donated
+    found += [bits for row in rows for bits in executor.committed_kv(row)]
     executor.run(20)
     state = executor.fetch("tokens", "num_committed")
     assert state.num_committed[: len(PROMPTS)].tolist() == [len(ids) + 9 for ids in PROMPTS]
@@ -100,23 +103,32 @@ def test_no_bit_depends_on_the_packing(kernels, dtype, kv_dtype, drafter):
     first = bits_of(executor, PACKINGS["one by one"])
     for name, packing in PACKINGS.items():
         assert are_equal(bits_of(executor, packing), first), name
+    assert are_equal(bits_of(executor, PACKINGS["shuffled"], is_drafter_later=True), first)
     assert executor.compile_counts()["prefill"] == 1
     if kernels == "native":  # nor on how many chunks a call has
         alone = made(target, drafter, slots=1, draft_length=3)
         assert are_equal(bits_of(alone, PACKINGS["in order"]), first)
 
 
-def test_bits_that_depend_on_the_place_in_a_call_are_seen(monkeypatch):
+@pytest.mark.parametrize("whose", ["target", "draft model"])
+def test_bits_that_depend_on_the_place_in_a_call_are_seen(whose, monkeypatch):
+    target, draft = toy.model(num_layers=1), toy.model(seed=1, width=24, num_layers=1)
+    width = (target if whose == "target" else draft).config.width
     real = decoder.embed
 
     def embed(params, tokens):
+        hidden = real(params, tokens)
         place = jnp.arange(tokens.shape[0], dtype=jnp.float32)[:, None, None]
-        return real(params, tokens) * (1 + place * 2.0**-20)
+        return hidden * (1 + place * 2.0**-20) if hidden.shape[2] == width else hidden
 
     monkeypatch.setattr(decoder, "embed", embed)
-    executor = made(toy.model())
+    executor = made(target, DraftModel(draft), draft_length=3)
     first = bits_of(executor, PACKINGS["one by one"])
-    assert not are_equal(bits_of(executor, PACKINGS["in order"]), first)
+    other = bits_of(executor, PACKINGS["in order"])
+    assert not are_equal(other, first)
+    num_leaves = len(jax.tree.leaves(executor.state.drafter))
+    is_same = are_equal(other[:num_leaves], first[:num_leaves])
+    assert is_same == (whose == "target")  # what the draft model reads is not the target's
 
 
 def calls_of(engine, monkeypatch):
@@ -133,7 +145,7 @@ def calls_of(engine, monkeypatch):
 
 def test_a_call_takes_chunks_of_several_prompts(monkeypatch):
     target = toy.model(kernels="native", num_layers=1)
-    engine = Engine(target, batch_size=5, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(target, batch_size=5, max_length=128)
     assert engine.shape.chunks_per_call == prefill.CHUNKS_PER_CALL == 4
     calls = calls_of(engine, monkeypatch)
     engine.generate(PROMPTS, PARAMS)
@@ -141,7 +153,7 @@ def test_a_call_takes_chunks_of_several_prompts(monkeypatch):
 
 
 def test_xla_on_a_cpu_prefills_chunk_by_chunk(monkeypatch):
-    engine = Engine(toy.model(num_layers=1), batch_size=5, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(toy.model(num_layers=1), batch_size=5, max_length=128)
     calls = calls_of(engine, monkeypatch)
     engine.generate(PROMPTS, PARAMS)
     assert calls == [[row] for row, _ in CHUNKS]
@@ -155,7 +167,7 @@ def test_a_model_of_another_device_fills_it():
 
 def test_a_stream_waits_for_as_many_chunks_as_before(monkeypatch):
     target = toy.model(kernels="native", num_layers=1)
-    engine = Engine(target, batch_size=3, max_length=128, prefill_chunk=CHUNK)
+    engine = Engine(target, batch_size=3, max_length=128)
     stream = engine.stream(PROMPTS[1], SamplingParams(max_tokens=60, ignore_eos=True))
     next(stream)
     calls = calls_of(engine, monkeypatch)

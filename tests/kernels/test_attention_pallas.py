@@ -24,6 +24,7 @@ from jaxspec.kernels.pallas import (
 )
 from jaxspec.kernels.registry import get_kernels
 from jaxspec.kernels.xla import block_attention
+from jaxspec.models import prefill
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.layers import rotary_angles
 from jaxspec.models.prefill import chain_window
@@ -389,15 +390,15 @@ def model():
 @pytest.fixture(scope="module")
 def engine(model):
     ours = dataclasses.replace(model, kernels="pallas")
-    return Engine(ours, NGram(), draft_length=3, batch_size=2, max_length=384, prefill_chunk=256)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "CHUNK", 128)  # which goes through the kernel in parts
+        return Engine(ours, NGram(), draft_length=3, batch_size=2, max_length=384)
 
 
 def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
     prompts = toy.prompts((3, 240, 20))
     ours = engine.generate(prompts, PARAMS)
-    theirs = Engine(model, batch_size=2, max_length=384, prefill_chunk=256).generate(
-        prompts, PARAMS
-    )
+    theirs = Engine(model, batch_size=2, max_length=384).generate(prompts, PARAMS)
     divergences = ties.divergences(model, ours, theirs, PARAMS)
     assert len(divergences) < len(prompts)
 

@@ -100,11 +100,10 @@ def test_options_that_nothing_can_be_measured_with_are_refused(bench, expected):
         run(bench)
 
 
-def test_gaps_of_a_stream_are_reported_by_chunk_size(tmp_path, monkeypatch):
-    monkeypatch.setattr(cases, "LONG_PROMPT", 64)
+def test_gaps_of_a_stream_are_reported_by_the_prompts_length(tmp_path):
     target = tiny.save(tmp_path, "target", text=tiny.tokenizer())
-    document, _ = run(cases.prefill(target=str(target), draft=str(target), chunks=(16, 64)))
-    assert [found["prefill_chunk"] for found in document["results"]] == [16, 64]
+    document, _ = run(cases.prefill(target=str(target), draft=str(target), prompt_tokens=(16, 64)))
+    assert [found["prompt_tokens"] for found in document["results"]] == [16, 64]
     for found in document["results"]:
         assert 0 < found["usual_gap_ms"]
         assert 0 < found["longest_gap_ms"] <= found["first_token_ms"]

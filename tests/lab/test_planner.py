@@ -23,19 +23,26 @@ from jaxspec.decode.loop import empty
 from jaxspec.decode.state import batch_view
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.drafters.trees import BeamTree, StaticTree
-from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.executor import make_executor
-from jaxspec.engine.memory import PlanBytes, bytes_of, compile_programs, measure_parts, num_bytes
+from jaxspec.engine.memory import (
+    PlanBytes,
+    bytes_of,
+    compile_programs,
+    measure_memory,
+    measure_parts,
+    num_bytes,
+)
 from jaxspec.errors import JaxspecWarning, SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.cost.baseline import baseline_bytes
 from jaxspec.lab.cost.devices import read_device
 from jaxspec.lab.plan import planner, request
-from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlannedRun, PlanSettings
+from jaxspec.lab.plan.plan import PlannedRun, PlanSettings
 from jaxspec.lab.plan.planner import Planner, choose, plan_memory
 from jaxspec.lab.plan.request import PlanRequest, Search, describe, model_axes
 from jaxspec.lab.plan.speed import tokens_per_s
+from jaxspec.models import prefill
 from jaxspec.models.base import packed_model
 from jaxspec.models.registry import PRESETS
 from jaxspec.schedulers import Static
@@ -221,7 +228,6 @@ def test_predicted_bytes_against_measured(pair, verifier, draft_dtype, each, opt
         draft_length=each.draft_length or None,
         batch_size=each.batch_size,
         max_length=each.max_length,
-        prefill_chunk=PREFILL_CHUNK,
     )
     assert executor.memory.weights_bytes == predicted.weights_bytes
     before = live_bytes()
@@ -259,6 +265,22 @@ def test_a_round_needs_what_is_counted_for_its_logits(drafter, verifier, rows, l
     counted = measure_parts(loop)
     assert 0.95 * rounds.added_bytes < counted.round_bytes < 1.25 * rounds.added_bytes
     assert counted.logits_bytes + counted.draft_probs_bytes < 0.5 * rounds.added_bytes
+
+
+@pytest.mark.system
+@pytest.mark.parametrize("max_logprobs", [0, 5])
+def test_scoring_prompts_needs_what_is_counted(max_logprobs, monkeypatch):
+    monkeypatch.setattr(prefill, "CHUNK", 128)
+    made = make_planner(WIDE, None, max_logprobs=max_logprobs, **HERE)
+    loop = made.request.loop(settings(batch_size=1, draft_length=0))
+    found, counted = bytes_of(loop), measure_parts(loop)
+    scoring = found.programs[-1]
+    assert [each.name for each in found.programs] == ["round", "prefill", "scoring"]
+    assert found.added_bytes == scoring.added_bytes
+    assert 0.95 * scoring.added_bytes < counted.scoring_bytes < 1.05 * scoring.added_bytes
+    assert measure_memory(loop).logits_bytes == counted.round_bytes == counted.scoring_bytes
+    without = measure_parts(make_planner(WIDE, None, **HERE).request.loop(settings(draft_length=0)))
+    assert without.scoring_bytes == 0 < without.round_bytes < counted.round_bytes
 
 
 def test_the_baseline_policy_is_that_of_the_published_code():
@@ -583,7 +605,6 @@ def test_a_plan_names_arguments_and_options_that_exist():
     options = {field.name for field in dataclasses.fields(GenerateCommand)}
     for field in dataclasses.fields(PlanSettings):
         assert field.name.startswith(("num", "draft_kv")) or field.name in options
-    assert EngineConfig.prefill_chunk == PREFILL_CHUNK
 
 
 # --------------------------------------------------------------------- drafters without a model

@@ -12,7 +12,7 @@ from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Pool
 from jaxspec.types import Draft, chain_parents
 
-SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SHAPE = {"batch_size": 2, "max_length": 128}
 
 
 @pytest.fixture(scope="module")

@@ -81,7 +81,6 @@ def make_engine():
         draft_length=WINDOW - 1,
         batch_size=BATCH_SIZE,
         max_length=MAX_LENGTH,
-        prefill_chunk=32,
         rounds_per_sync=5,
     )
 
@@ -94,7 +93,7 @@ def engine():
 @pytest.fixture(scope="module")
 def witness(engine):
     """The window-1 loop, whose max_length ends where the other's does."""
-    return Engine(engine.target, batch_size=BATCH_SIZE, max_length=MAX_LENGTH, prefill_chunk=32)
+    return Engine(engine.target, batch_size=BATCH_SIZE, max_length=MAX_LENGTH)
 
 
 @pytest.fixture(scope="module")

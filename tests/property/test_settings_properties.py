@@ -110,7 +110,7 @@ FEW = (
     *(np.array([1]), np.array([1, 2]), jnp.array([1, 2]), np.array(1)),
 )
 GREEDY = SamplingParams(max_tokens=1)
-SHAPE = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SHAPE = {"batch_size": 2, "max_length": 128}
 [PROMPT] = toy.prompts((5,))
 
 

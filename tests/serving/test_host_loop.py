@@ -15,7 +15,7 @@ from jaxspec.errors import PromptError, SettingError
 from jaxspec.serving import ServingEngine, host_loop
 from jaxspec.types import Finish
 
-SHAPE = {"draft_length": 3, "batch_size": 2, "max_length": 128, "prefill_chunk": 16}
+SHAPE = {"draft_length": 3, "batch_size": 2, "max_length": 128}
 PROMPTS = ["née", "a much longer prompt than the others, read in chunks", "b", "ça", "e", "🙂"]
 PARAMS = SamplingParams(max_tokens=20, temperature=1.2, seed=1)
 

@@ -31,7 +31,7 @@ from jaxspec.serving import ServingEngine
 from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import Draft, Finish, Shared, chain_parents
 
-SHAPE = {"batch_size": 3, "max_length": 256, "prefill_chunk": 16}
+SHAPE = {"batch_size": 3, "max_length": 256}
 PROMPTS = toy.prompts((3, 40, 150, 1, 9, 240, 17))
 PARAMS = [
     SamplingParams(max_tokens=25),
@@ -260,7 +260,7 @@ def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, e
 def test_another_verifier_in_bfloat16():
     target = toy.model(dtype=jnp.bfloat16)
     draft = DraftModel(toy.model(seed=1, dtype=jnp.bfloat16, num_layers=1))
-    shape = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16, "draft_length": 2}
+    shape = {"batch_size": 2, "max_length": 128, "draft_length": 2}
     requests = [(PROMPTS[i], dataclasses.replace(PARAMS[i], max_tokens=15)) for i in (0, 1, 3, 6)]
     expected = completions_of(Engine(target, draft, verifier=Rejection(), **shape), requests)
     engine = ServingEngine(target, draft, verifier=Rejection(), **shape)
@@ -270,7 +270,7 @@ def test_another_verifier_in_bfloat16():
 
 @pytest.mark.slow
 def test_trees(target):
-    shape = {"batch_size": 2, "max_length": 128, "prefill_chunk": 16, "draft_length": 6}
+    shape = {"batch_size": 2, "max_length": 128, "draft_length": 6}
     prompts, params = [PROMPTS[0], PROMPTS[1]], SamplingParams(max_tokens=20)
     expected = Engine(target, NGram(), **shape).generate(prompts, params)
     engine = ServingEngine(target, toy.TreeOracle(tuple(toy.sequences(expected))), **shape)

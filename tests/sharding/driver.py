@@ -17,7 +17,6 @@ from jaxspec.engine.executor import Executor
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.types import Finish
 
-CHUNK = 64
 BATCH_SIZE = 2  # of a shard
 WINDOW = 5
 
@@ -45,7 +44,6 @@ class Driver(Executor):
             scheduler="static",
             batch_size=BATCH_SIZE,
             max_length=max_length,
-            prefill_chunk=CHUNK,
             verify_length=None if drafter is None else WINDOW,
         )
         parts = make_parts(target() if model is None else model, drafter, config)
@@ -75,7 +73,9 @@ class Driver(Executor):
                 [prompt], params, self.parts.target, longest=self.longest_prompt
             )
             self.admit(row, request, draft_length=draft_length)
-            chunks += [(row, start) for start in range(0, len(prompt) - 1, CHUNK)]
+            chunks += [
+                (row, start) for start in range(0, len(prompt) - 1, self.shape.prefill_chunk)
+            ]
         self.prefill(chunks)
 
     def generate(self, requests, *, draft_length=WINDOW - 1):

@@ -57,7 +57,6 @@ def engine(mesh, scheduler=None, *, batch_size=8, layout="ragged"):
         layout=layout,
         batch_size=batch_size,
         max_length=256,
-        prefill_chunk=64,
         rounds_per_sync=4,
         mesh=mesh,
     )
@@ -152,7 +151,7 @@ def assert_equal_or_ties(target, completions, witness, params=PARAMS):
 def serving(mesh, batch_size=4):
     return ServingEngine(
         small(), jaxspec.DraftModel(small(seed=1)), batch_size=batch_size, max_length=256,
-        prefill_chunk=64, mesh=mesh,
+        mesh=mesh,
     )  # fmt: skip
 
 
@@ -230,7 +229,7 @@ def test_a_warm_up_leaves_nothing_to_compile():
 
     model = small()
     mesh = jax.make_mesh((2, 2), ("data", "model"))
-    warm = Engine(model, jaxspec.NGram(), batch_size=4, max_length=128, prefill_chunk=64, mesh=mesh)
+    warm = Engine(model, jaxspec.NGram(), batch_size=4, max_length=128, mesh=mesh)
     jax.monitoring.register_event_duration_secs_listener(note)
     try:
         gc.collect()  # what other tests left
@@ -283,7 +282,7 @@ def test_new_weights_go_where_the_old_ones_are(four, prompts, expected):
 def test_a_tied_model_keeps_its_embedding_once_and_takes_new_weights(prompts):
     made = [small(seed=seed, is_tied=True, kernels=default_kernels()) for seed in (0, 5)]
     drafter = jaxspec.DraftModel(made[0])
-    shape = {"batch_size": 2, "max_length": 256, "prefill_chunk": 64}
+    shape = {"batch_size": 2, "max_length": 256}
     of_one, alone = Engine(made[0], drafter, **shape), []
     for each in made:
         of_one.update_params(target=each.params)
@@ -373,9 +372,7 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
     model, draft = tiny.model(eos_token_ids=()), tiny.model(seed=5, eos_token_ids=())
     params = SamplingParams(max_tokens=60, ignore_eos=True)
     prompts = toy.prompts(LENGTHS[:7])
-    expected = Engine(model, batch_size=2, max_length=256, prefill_chunk=16).generate(
-        prompts, params
-    )
+    expected = Engine(model, batch_size=2, max_length=256).generate(prompts, params)
     adaptive = Engine(
         model,
         jaxspec.DraftModel(draft),
@@ -384,7 +381,6 @@ def test_draft_lengths_choose_themselves_on_a_mesh():
         verify_length=3,
         batch_size=4,
         max_length=256,
-        prefill_chunk=16,
         rounds_per_sync=4,
         mesh=jax.make_mesh((2,), ("data",), devices=jax.devices()[:2]),
     )
@@ -426,7 +422,7 @@ def flex_sequential(model):
     return flex.random_flex(model, mode="sequential", num_deep_layers=1)
 
 
-SHAPE = {"batch_size": 8, "max_length": 256, "prefill_chunk": 64}
+SHAPE = {"batch_size": 8, "max_length": 256}
 
 
 @functools.cache

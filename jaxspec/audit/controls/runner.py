@@ -269,7 +269,6 @@ def _engine(target: LanguageModel, drafter: Drafter | None = None) -> Engine:
         scheduler="static",  # as in the published systems that had these faults
         batch_size=BATCH_SIZE,
         max_length=MAX_LENGTH,
-        prefill_chunk=16,
         **lengths,
     )
 

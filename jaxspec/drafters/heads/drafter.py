@@ -37,7 +37,7 @@ from jaxspec.errors import ModelError, SettingError
 from jaxspec.kernels.base import Kernels, PackedWeight
 from jaxspec.models import decoder
 from jaxspec.models.base import LAST, HeadedModel, Model, kernels_of
-from jaxspec.models.prefill import chain_window
+from jaxspec.models.prefill import chain_window, next_starts
 from jaxspec.runtime.values import check_kind, text
 from jaxspec.sampling import draw_draft, without_nan
 from jaxspec.types import (
@@ -342,39 +342,41 @@ class Heads(TrainedDrafter):
         last = jnp.clip(stop - start - 1, 0, features.shape[0] - 1)[None]
         tokens = jnp.take(rows.tokens, row[None], axis=0)
         anchor, _ = self._read(params, None, features[None, :, 0], tokens, window, last)
-        return self._with_anchor(state, row, anchor[0], is_new, num_taken)
+        return self._with_anchors(state, row[None], anchor, is_new[None], num_taken[None])
 
     def catch_up(
-        self, shape, params, state: HeadsState, rows: BatchView, row: jax.Array
+        self, shape, params, state: HeadsState, rows: BatchView, chunk_rows: jax.Array
     ) -> HeadsState:
-        """The block reads a chunk of the features of row `row` that it has not read."""
+        """The block reads chunks of features that it has not read, all in one pass."""
         if state.features is None:
             return state
-        start = state.num_seen[row]
-        stop = start + jnp.minimum(_num_unread(state, rows)[row], shape.prefill_chunk)
-        window = chain_window(start[None], shape.prefill_chunk, stop=stop[None], rows=row[None])
+        own = jnp.maximum(chunk_rows, 0)
+        starts = next_starts(state.num_seen, chunk_rows, shape.prefill_chunk)
+        end = (state.num_seen + _num_unread(state, rows))[own]
+        stops = jnp.where(chunk_rows < 0, 0, jnp.minimum(starts + shape.prefill_chunk, end))
+        window = chain_window(starts, shape.prefill_chunk, stop=stops, rows=own)
         features = _recalled(state.features, window, self.config.width)
-        last = jnp.maximum(stop - start - 1, 0)[None]
-        tokens = jnp.take(rows.tokens, row[None], axis=0)
-        anchor, cache = self._read(params, state.cache, features, tokens, window, last)
-        state = state.replace(cache=cache)
-        return self._with_anchor(state, row, anchor[0], stop > start, stop)
+        last = jnp.maximum(stops - starts - 1, 0)
+        anchors, cache = self._read(params, state.cache, features, rows.tokens[own], window, last)
+        return self._with_anchors(state.replace(cache=cache), own, anchors, stops > starts, stops)
 
-    def _with_anchor(
+    def _with_anchors(
         self,
         state: HeadsState,
-        row: jax.Array,
-        anchor: jax.Array,
+        rows: jax.Array,
+        anchors: jax.Array,
         is_new: jax.Array,
         num_seen: jax.Array,
     ) -> HeadsState:
-        """The state after row `row` was read up to position `num_seen`, if anything of it
-        `is_new`."""
-        anchor = jnp.where(is_new, anchor, state.anchor[row])
+        """The state after chunks of `rows` `[R]` were read up to positions `num_seen` `[R]`, those
+        that are `is_new` `[R]`. A row's anchor is the last one of its `anchors` `[R, E]`."""
+        place = jnp.arange(rows.shape[0], dtype=jnp.int32)
+        last = jnp.full_like(state.num_seen, -1).at[rows].max(jnp.where(is_new, place, -1))
+        is_read, last = last >= 0, jnp.maximum(last, 0)
         return state.replace(
-            anchor=state.anchor.at[row].set(anchor),
-            is_ready=state.is_ready.at[row].set(is_new | state.is_ready[row]),
-            num_seen=state.num_seen.at[row].set(num_seen),
+            anchor=jnp.where(is_read[:, None], anchors[last], state.anchor),
+            is_ready=is_read | state.is_ready,
+            num_seen=jnp.where(is_read, num_seen[last], state.num_seen),
         )
 
     def commit(

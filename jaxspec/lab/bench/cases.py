@@ -288,11 +288,10 @@ def forward(
 
 # ---- an engine's prompts and sessions
 
-# Between two chunks of a prompt the engine runs a few rounds. So a stream waits for at most one
-# chunk, and the chunk size trades that wait against the time to the new request's first token.
-LONG_PROMPT = 896  # tokens of the prompt that arrives while another request is streamed
+# Between two chunks of a prompt the engine runs a few rounds, so a stream waits for at most one
+# chunk, however long the prompt is that arrives meanwhile.
 PREFILL: Columns = {
-    "chunk": "{prefill_chunk}",
+    "prompt": "{prompt_tokens}",
     "usual gap ms": "{usual_gap_ms:.1f}",
     "longest gap ms": "{longest_gap_ms:.1f}",
     "ratio": "{longest_over_usual:.1f}",
@@ -304,38 +303,37 @@ PREFILL: Columns = {
 def prefill(
     target: str = "demo-target",
     draft: str = "demo-draft",
-    chunks: tuple[int, ...] = (32, 128, LONG_PROMPT),
+    prompt_tokens: tuple[int, ...] = (128, 384, 896),
 ) -> dict[str, Any]:
-    """Time how long a stream waits while a long prompt is prefilled, by chunk size.
+    """Time how long a stream waits while a prompt is prefilled, by the prompt's length.
 
     Args:
       target: Any model that `load_model` takes.
       draft: Its draft model, named in the same way.
-      chunks: Prompt tokens per prefill call.
+      prompt_tokens: Tokens of the prompt that arrives.
     """
-    model, drafter, results = load_packed(target), DraftModel(load_packed(draft)), []
-    for chunk in chunks:
-        engine = Engine(
-            model,
-            drafter,
-            draft_length=DRAFT_LENGTH,
-            batch_size=2,
-            max_length=LONG_PROMPT + 128,
-            prefill_chunk=chunk,
-        )
-        engine.warm_up()
-        runs = [_arrival(engine) for _ in range(REPEATS + 1)][1:]
+    engine = Engine(
+        load_packed(target),
+        DraftModel(load_packed(draft)),
+        draft_length=DRAFT_LENGTH,
+        batch_size=2,
+        max_length=max(prompt_tokens) + 128,
+    )
+    engine.warm_up()
+    results = []
+    for length in prompt_tokens:
+        runs = [_arrival(engine, length) for _ in range(REPEATS + 1)][1:]
         found = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
         ratio = found["longest_gap_ms"] / found["usual_gap_ms"]
-        results.append({"prefill_chunk": chunk, **found, "longest_over_usual": ratio})
+        results.append({"prompt_tokens": length, **found, "longest_over_usual": ratio})
     return {"results": results}
 
 
-def _arrival(engine: Engine) -> dict[str, float]:
-    """Gaps between pieces of a stream before a long prompt is submitted, and from then until the
-    long prompt's request has ended."""
+def _arrival(engine: Engine, num_tokens: int) -> dict[str, float]:
+    """Gaps between pieces of a stream before a prompt is submitted, and from then until its
+    request has ended."""
     random = np.random.default_rng(0)
-    long_prompt = random.integers(2, engine.target.vocab_size, LONG_PROMPT).tolist()
+    long_prompt = random.integers(2, engine.target.vocab_size, num_tokens).tolist()
     stream = engine.stream(
         [2, 3, 5, 7], SamplingParams(max_tokens=engine.longest_prompt - 8, ignore_eos=True)
     )

@@ -34,6 +34,7 @@ from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import devices
 from jaxspec.runtime.turns import time_loops
 from jaxspec.schedulers import Static
+from jaxspec.telemetry.counters import Acceptance
 
 PLAIN = "plain"
 PROMISES: tuple[Exactness, ...] = ("bitwise", "ties")
@@ -112,7 +113,6 @@ class DecodeBench:
             "batch_size": batch_size,
             "max_length": self.max_length,
             "scheduler": Static(),
-            "prefill_chunk": min(128, max(map(len, self.prompts))),
         }
         if draft_length == 0:
             return Engine(self.target, **shape)
@@ -211,6 +211,7 @@ class DecodeBench:
                 "num_tokens": total.num_emitted_tokens,
                 "loop_rounds": int(engine.executor.state.num_rounds),
                 "emitted_per_round": total.emitted_per_round,
+                **positions_per_round(engine, total),
                 "per_position_acceptance": list(total.per_position),
                 "equal_to_plain": (
                     # Rows that are scored in widths that affect the bits are equal up to ties.
@@ -307,6 +308,25 @@ class DecodeBench:
             "round_ms": 1e3 * pair.round_s(**where, draft_length=run["draft_length"]),
             "speedup": pair.speed_up(**where, cumulative=run["per_position_acceptance"]),
         }
+
+
+def positions_per_round(engine: Engine, total: Acceptance) -> dict[str, float]:
+    """Token-positions of the target in a round: `live_per_round`, the newest tokens and the drafts
+    of running rows, and `computed_per_round`, those that the kernels compute.
+
+    Args:
+      engine: one that has just run; its state counts the rounds.
+      total: of that run, or of an equal one.
+    """
+    executor = engine.executor
+    schedule = executor.fetch("schedule").schedule
+    rows = int(schedule.num_rows) / int(schedule.num_rounds)
+    live = computed = rows * (1 + total.num_draft_tokens / total.num_rounds)
+    if not executor.parts.skips_padding:
+        rounds = engine.rounds_by_draft_length or {engine.draft_length: 1}
+        entries = sum(n * executor.verify_length_for(length) for length, n in rounds.items())
+        computed = executor.shape.batch_size * entries / sum(rounds.values())
+    return {"live_per_round": live, "computed_per_round": computed}
 
 
 def agreement(

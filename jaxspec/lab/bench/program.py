@@ -25,7 +25,6 @@ from jaxspec.lab.bench.measure import case
 from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
-from jaxspec.models.prefill import CHUNKS_PER_CALL
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.report import Columns
@@ -35,7 +34,7 @@ from jaxspec.types import DecodeState, Window
 BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
-PREFILL = ("prefill_target", "catch_up")  # the two halves of a prefill call
+PREFILL = ("prefill", "prefill_target", "catch_up")  # a prefill call, and its two halves
 MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
 MAX_TEMPORARIES = 8  # times the target's logits
 
@@ -179,7 +178,7 @@ def compile_run(device: str, shape: Shape) -> Program:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrefillProgram:
-    """The properties of one half of a compiled prefill call.
+    """The properties of a compiled prefill call, or of one half of it.
 
     Attributes:
       cache_moves: copies, transpositions and conversions of arrays of a cache's shape.
@@ -195,9 +194,8 @@ class PrefillProgram:
     temporary_bytes: int
     launches: Launches | None
 
-    def problems(self, *, num_chunks: int) -> list[str]:
-        """Sentences about what is wrong with it, empty if nothing is; `num_chunks` is how many the
-        drafter reads one after the other, 0 for the target's half, which has no loop."""
+    def problems(self) -> list[str]:
+        """Sentences about what is wrong with it; empty if nothing is."""
         found = []
         if self.cache_moves:
             found.append(f"KV is copied or converted: {', '.join(self.cache_moves)}")
@@ -207,21 +205,21 @@ class PrefillProgram:
             )
         if self.launches is not None:
             num_graphs, num_predicates = self.launches.num_graphs, self.launches.num_predicates
-            if num_graphs > max(1, num_chunks):
+            if num_graphs > 1:
                 found.append(f"a prefill call launches {num_graphs} CUDA graphs")
-            if num_predicates > (num_chunks and num_chunks + 1):
+            if num_predicates > 0:
                 found.append(f"in a prefill call the host reads {num_predicates} predicates")
         return found
 
 
-def compile_prefill(device: str, shape: Shape, half: str) -> PrefillProgram:
+def compile_prefill(device: str, shape: Shape, name: str) -> PrefillProgram:
     """One of `PREFILL` for this shape, compiled for an absent device; call it within `as_if_on`."""
     loop = shape.loop()
     state = jax.eval_shape(loop.init)
     num_chunks = loop.parts.shape.chunks_per_call
     chunks = jax.ShapeDtypeStruct((num_chunks,), jnp.int32)
-    given = (chunks,) if half == "catch_up" else (chunks, chunks)
-    text = compile_for(device, getattr(loop, half), loop.params, state, *given, donated=1)
+    given = (chunks,) if name == "catch_up" else (chunks, chunks)
+    text = compile_for(device, getattr(loop, name), loop.params, state, *given, donated=1)
     caches, hlo, thunks = _caches(state), Hlo(text.hlo), read_thunks(text.thunks)
     launches = None
     if thunks:
@@ -323,7 +321,7 @@ RESULTS: Columns = {
 
 @case(
     "program",
-    {"results": ("a round, and the halves of a prefill call, by what was compiled", RESULTS)},
+    {"results": ("a round, a prefill call and its halves, by what was compiled", RESULTS)},
 )
 def program(
     target: str = "qwen3-8b",
@@ -393,16 +391,15 @@ def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
 
 
 def _compile_prefill(device: str, shape: Shape) -> list[dict[str, Any]]:
-    """A result for each half of a prefill call."""
+    """A result for a prefill call and for each half of it."""
     results = []
-    for half in PREFILL:
-        compiled = compile_prefill(device, shape, half)
-        num_chunks = CHUNKS_PER_CALL if half == "catch_up" else 0
+    for name in PREFILL:
+        compiled = compile_prefill(device, shape, name)
         found = {
             "device": device,
             "kernels": shape.kernels,
-            "rows": half,
-            "problems": compiled.problems(num_chunks=num_chunks),
+            "rows": name,
+            "problems": compiled.problems(),
             **dataclasses.asdict(compiled),
         }
         if found["launches"] is None:

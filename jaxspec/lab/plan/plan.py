@@ -20,8 +20,6 @@ from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import as_model
 from jaxspec.models.base import Model, kv_dtype_of
 
-PREFILL_CHUNK = 128  # of every plan: the engine's default
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanSettings:
@@ -116,6 +114,7 @@ class MemoryPlan:
       device: name of the device whose speed is predicted.
       platform: JAX's name of the kind of device for which the bytes are planned, such as `gpu`.
       scheduler: name of the scheduler.
+      max_logprobs: log-probabilities that are kept per position, or None.
       verifier: name of the verifier.
       budget_bytes: the budget per device.
       keep: smallest fraction of the best predicted speed that the chosen settings may have.
@@ -135,6 +134,7 @@ class MemoryPlan:
     device: str
     platform: str
     scheduler: str
+    max_logprobs: int | None = None
     verifier: str
     budget_bytes: int
     keep: float
@@ -163,6 +163,8 @@ class MemoryPlan:
         }
         if settings.draft_length:
             options |= {"draft_length": settings.draft_length, "verifier": self.verifier}
+        if self.max_logprobs is not None:
+            options["max_logprobs"] = self.max_logprobs
         return options
 
     def engine(
@@ -236,7 +238,8 @@ class MemoryPlan:
         for name, value in dataclasses.asdict(settings).items():
             if value and not name.startswith(("num", "draft_kv")):
                 words += [f"--{name.replace('_', '-')}", str(value)]
-        if settings.num_devices == 1 and self.draft_dtype in (None, self.dtype):
+        is_command = self.max_logprobs is None and self.draft_dtype in (None, self.dtype)
+        if settings.num_devices == 1 and is_command:
             lines.append(" ".join(words))
         return "\n".join(lines)
 

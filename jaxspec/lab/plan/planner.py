@@ -67,6 +67,7 @@ def plan_memory(
     dtype: str | None = None,
     verifier: Verifier | VerifierName = "coupled",
     scheduler: Scheduler | SchedulerName = "continuous",
+    max_logprobs: int | None = None,
     mesh: tuple[int, int] | None = None,
     search: Search | None = None,
     say: Say = lambda stage: None,
@@ -102,6 +103,7 @@ def plan_memory(
         CPU, otherwise bfloat16.
       verifier: decides whether the drafts' distributions are kept.
       scheduler: decides how many rows wait besides the batch.
+      max_logprobs: that of the engine; its buffers, and the program that scores prompts, count too.
       mesh: sizes of the axes (data, model); None is one device. Programs are compiled only if JAX
         has as many devices, which may be virtual.
       search: which settings are tried.
@@ -146,6 +148,7 @@ def plan_memory(
         given_dtype=dtype,
         verifier=verifier,
         scheduler=scheduler,
+        max_logprobs=max_logprobs,
         mesh=mesh,
         search=search if drafting is None else dataclasses.replace(search, **drafting.fixed),
     )
@@ -327,6 +330,7 @@ class Planner:
             device=request.devices[0].name,
             platform=jax.default_backend() if request.is_here else "gpu",
             scheduler=request.scheduler.name,
+            max_logprobs=request.max_logprobs,
             verifier=request.verifier.name,
             budget_bytes=budget_bytes,
             keep=keep,

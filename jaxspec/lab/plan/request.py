@@ -25,7 +25,7 @@ from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.cost.devices import Device, FindDevices
-from jaxspec.lab.plan.plan import PREFILL_CHUNK, PlanSettings
+from jaxspec.lab.plan.plan import PlanSettings
 from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
@@ -205,6 +205,7 @@ class PlanRequest:
     given_dtype: str | None
     verifier: Verifier
     scheduler: Scheduler
+    max_logprobs: int | None = None
     mesh: tuple[int, int]
     search: Search
 
@@ -332,7 +333,7 @@ class PlanRequest:
                 draft_length=settings.draft_length,
                 batch_size=settings.batch_size // settings.num_data_shards,
                 max_length=settings.max_length,
-                prefill_chunk=PREFILL_CHUNK,
+                max_logprobs=self.max_logprobs,
             ),
         )
         parts = parts.with_variant(parts.drafter.choose_variant(parts.shape))

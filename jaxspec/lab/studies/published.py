@@ -129,7 +129,7 @@ class RereadingDraftModel(DraftModel):
         return None
 
     def catch_up(
-        self, shape, params, state: DraftModelState, rows: BatchView, row
+        self, shape, params, state: DraftModelState, rows: BatchView, chunk_rows
     ) -> DraftModelState:
         """Nothing is read before it is needed."""
         return state

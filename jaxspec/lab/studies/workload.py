@@ -221,7 +221,6 @@ class Workload:
             scheduler=schedulers[decoding.scheduler],
             batch_size=decoding.batch_size,
             max_length=self.max_length,
-            prefill_chunk=64 if self.options.quick else 128,
             **settings,
         )
         engine.warm_up()

@@ -278,7 +278,7 @@ class Service:
         if num_tokens <= chunk and not engine.row_store.keeps_prompt_bits:
             _log.warning(
                 "the system prompt has %d tokens, and with these kernels only whole chunks of %d "
-                "(prefill_chunk) are reused",
+                "are reused",
                 num_tokens,
                 chunk,
             )

@@ -99,7 +99,6 @@ class Decoder:
                 max_length=round_up_to_block(
                     self._longest + self._settings.max_tokens + length + 1
                 ),
-                prefill_chunk=min(128, self._longest),
             )
         engine = self._engines[shape, verifier]
         engine.update_params(draft=draft.params)
