@@ -39,6 +39,7 @@ class RoundParts:
         see `at`.
       skips_padding: whether a round asks its target only for what was drafted, of rows that have
         not ended (`Window.num_live`); see `buckets.may_skip_padding`.
+      is_resting: whether rounds leave the draft steps out and draft nothing; see `resting`.
     """
 
     target: Model
@@ -52,6 +53,7 @@ class RoundParts:
     trace: TraceConfig | None = None
     verify_length: int | None = None
     skips_padding: bool = False
+    is_resting: bool = False
 
     @property
     def resident_shape(self) -> EngineShape:
@@ -92,6 +94,12 @@ class RoundParts:
         if variant == 0:
             return self
         return dataclasses.replace(self, drafter=self.drafter.variants[variant - 1])
+
+    @property
+    def resting(self) -> RoundParts:
+        """The parts of rounds of the same width that draft nothing, over the same state. The
+        drafter lags after them, as it does after plain steps."""
+        return dataclasses.replace(self, is_resting=True)
 
     def at(self, verify_length: int) -> RoundParts:
         """The parts of rounds of `verify_length` tokens over the same state.

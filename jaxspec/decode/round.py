@@ -23,7 +23,7 @@ from jaxspec.cache.pages import commit_path
 from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
-from jaxspec.drafters.base import draft_with, function_params
+from jaxspec.drafters.base import NoDrafter, draft_with, function_params
 from jaxspec.models.base import forward_features, logits_of
 from jaxspec.types import (
     BatchView,
@@ -47,6 +47,8 @@ def speculative_round(parts: RoundParts, params: PyTree, state: DecodeState) -> 
     info, cache, drafter_state = draft_and_verify(parts, params, state)
     recorded = record(state, info, logprobs=parts.logprobs, trace=parts.trace)
     state = commit(state, info, cache).replace(**recorded)
+    if parts.is_resting and not drafter.taps:  # as in `plain_round`
+        return state
     after = batch_view(state, is_chain=drafter.is_chain)
     own = function_params(drafter, params)
     drafter_state = drafter.commit(parts.round_shape, own, drafter_state, after, info)
@@ -91,6 +93,10 @@ def propose(
     """Drafts, and clips each row's draft to its limit. Returns draft, drafter state and target's
     cache (a drafter may write to its uncommitted slots)."""
     drafter = parts.drafter
+    if parts.is_resting:
+        draft, drafter_state = NoDrafter().propose(parts.round_shape, (), state.drafter, rows)
+        draft = draft.replace(max_depth=drafter.max_depth, is_chain=drafter.is_chain)
+        return draft, drafter_state, state.cache
     if drafter.drafts_last_token and rows.remaining is not None:
         is_near_end = rows.draft_limit == rows.remaining - 1  # limited by the end of the row
         rows = rows.replace(draft_limit=jnp.where(is_near_end, rows.remaining, rows.draft_limit))

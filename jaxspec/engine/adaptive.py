@@ -37,6 +37,7 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
+from jaxspec.cache.pages import BLOCK
 from jaxspec.decode.buckets import window_buckets
 from jaxspec.decode.settings import default_draft_length
 from jaxspec.engine.executor import Executor
@@ -48,6 +49,7 @@ from jaxspec.engine.round_times import (
     RoundTimes,
     measure_round_times,
 )
+from jaxspec.errors import warn_once
 from jaxspec.requests.requests import Request
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.telemetry.counters import Acceptance
@@ -445,12 +447,15 @@ class AdaptiveDrafting(FixedDrafting):
     Attributes:
       controller: makes the choices; None until `prepare` has measured the rounds. Until then the
         default draft length is used.
+      rests: whether rounds that draft nothing leave the draft steps out at the same width: False if
+        they gave other bits, None where there are narrower windows, or before it was tried.
     """
 
     state_fields: ClassVar[tuple[str, ...]] = ("schedule",)
 
     def __init__(self, executor: Executor, *, draft_length: int):
         self.controller: DraftLengthController | None = None
+        self.rests: bool | None = None
         self._executor = executor
         self._draft_length = draft_length
         drafter = executor.parts.drafter
@@ -472,6 +477,7 @@ class AdaptiveDrafting(FixedDrafting):
             requests = MadeUpRequests(
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
+            self._try_to_rest(requests)
             drafter = self._executor.parts.drafter
             lengths = draft_lengths_to_try(
                 self._draft_length,
@@ -493,6 +499,19 @@ class AdaptiveDrafting(FixedDrafting):
                 is_chain=drafter.is_chain,
                 num_rows=self._executor.shape.batch_size,
                 skips_padding=self._executor.parts.skips_padding,
+            )
+
+    def _try_to_rest(self, requests: MadeUpRequests) -> None:
+        """Lets rounds that draft nothing leave the draft steps out, if that changes no bit."""
+        executor = self._executor
+        if "rest" not in executor.programs or self.rests is not None:
+            return
+        self.rests = executor.is_resting_program_used = requests.rest_with_same_bits()
+        if not self.rests:
+            warn_once(
+                f"Rounds of {executor.parts.target.name} without draft steps gave other bits than "
+                'rounds with them, so draft_length="auto" keeps the draft steps even where drafts '
+                'do not pay; choose exactness="ties" to have it decode plainly there.'
             )
 
     @property
@@ -668,6 +687,46 @@ class MadeUpRequests:
         executor.set_least_live(1 + kind.draft_length)
         executor.run(num_rounds, draft_length=kind.draft_length, variant=kind.variant)
         self._wait()
+
+    def rest_with_same_bits(self, num_rounds: int = 8) -> bool:
+        """Whether rounds that draft nothing give the same tokens, log-probabilities and KV without
+        the draft steps as with them, to the bit: for prompts on both sides of a block's end, every
+        other row sampled. Every row is empty afterwards."""
+        executor = self.executor
+        longest = min(executor.longest_prompt, executor.shape.max_length - num_rounds, BLOCK + 1)
+        found = []
+        try:
+            for rests in (False, True):
+                executor.is_resting_program_used = rests
+                executor.reset()
+                rows = executor.free_rows(())[: executor.shape.batch_size]
+                for index, row in enumerate(rows):
+                    length = 1 + (longest - 1) * (len(rows) - index - 1) // max(len(rows) - 1, 1)
+                    prompt = np.random.default_rng(index).integers(
+                        executor.shape.vocab_size, size=length
+                    )
+                    request = Request(
+                        request_id=str(index),
+                        prompt_token_ids=tuple(map(int, prompt)),
+                        params=SamplingParams(
+                            max_tokens=num_rounds,
+                            temperature=float(index % 2),
+                            top_p=0.9,
+                            seed=index,
+                            ignore_eos=True,
+                            logprobs=None if executor.parts.logprobs is None else 0,
+                        ),
+                    )
+                    executor.admit_and_prefill(row, request, draft_length=0, arrival=index)
+                executor.run(num_rounds, draft_length=0)
+                self._wait()
+                bits = [executor.committed_kv(row) for row in rows]
+                bits.append(executor.fetch("tokens", "num_committed", "logprobs"))
+                found.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(bits)])
+        finally:
+            executor.is_resting_program_used = False
+            executor.reset()
+        return found[0] == found[1]
 
     def catch_up(self) -> int:
         """Lets the drafter read what it has not seen; returns the number of chunks."""

@@ -570,6 +570,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "draft_length": engine.draft_length if engine.adaptive is None else "auto",
         "verify_lengths": list(engine.verify_lengths),
         "exactness": engine.exactness,
+        "rests": None if engine.adaptive is None else engine.adaptive.rests,
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
         "kernels": kernels,

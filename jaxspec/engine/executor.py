@@ -101,6 +101,10 @@ class Executor:
       variants: those of the drafter, between which `run` can choose; see
         `Drafter.variants`. If there is only one, it is the one that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
+      is_resting_program_used: whether rounds that draft nothing run in a program without draft
+        steps, of the same width as the others (`programs["rest"]`). It is compiled if the draft
+        length is adaptive and there is only one width; the caller sets this once it knows that the
+        program gives the same bits.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
     """
@@ -164,6 +168,12 @@ class Executor:
             "admit": self.program("admission", everywhere.admit, **updates),
             "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
+        self.is_resting_program_used = False
+        if is_adaptive and len(self.verify_lengths) == 1 and mesh is None:
+            if not parts.is_plain and parts.drafter.score is None:
+                self.programs["rest"] = self.program(
+                    "round without drafts", DecodeLoop(parts.resting).run, **updates
+                )
         for variant in self.variants:
             for length in self.verify_lengths:
                 rounds = self._on_mesh(parts.with_variant(variant).at(length)).run
@@ -395,7 +405,8 @@ class Executor:
         else:
             length = self.verify_length_for(draft_length)
         least = np.full((self.num_shards,), min_running, np.int32)
-        program = self.programs[self._run_name(length, variant)]
+        rests = self.is_resting_program_used and draft_length == 0
+        program = self.programs["rest" if rests else self._run_name(length, variant)]
         if self._is_checked:
             self._run_checked(program, num_rounds, int(least[0]), length)
             return

@@ -1,24 +1,26 @@
-"""Attention of a window as a kernel for Hopper GPUs, written in Pallas for Mosaic GPU.
+"""A window's KV and attention as kernels for Hopper GPUs, written in Pallas for Mosaic GPU.
 
-A program computes the attention of all queries of a row and KV head over one split of the row's
-slots, with warpgroup products. KV is copied through the page table, `TILE` slots at a time and
-several tiles ahead of their use; a program copies no further than its queries see, and a program
-without a live slot ends at once and writes nothing. Splits are long, so that chains that fit into
-one need no second kernel; otherwise another kernel combines the splits with the parts that XLA
-computes: the tails of a tree and attention sinks (`tail_sums` and `sink_sums` of
-`jaxspec.kernels.xla`).
+`write_window` makes the queries from the projections and writes the window's KV in place. In the
+attention a program computes all queries of a row and KV head over one split of the row's slots,
+with warpgroup products. KV is copied through the page table, `TILE` slots at a time and several
+tiles ahead of their use; a program copies no further than its queries see, and a program without a
+live slot ends at once and writes nothing. Splits are long, so that chains that fit into one need no
+second kernel; otherwise another kernel combines the splits with the parts that XLA computes: the
+tails of a tree and attention sinks (`tail_sums` and `sink_sums` of `jaxspec.kernels.xla`).
 
 A query's bits depend on its own row only, and not on the width of the window: each query is a row
 of the same products of 64, tiles and splits begin at absolute slots and are summed in their order,
 and slots that a query does not see leave its sums unchanged to the bit.
 
-`SPLIT_LENGTH` and `TILE` are estimates: it has run on GPUs, but was not tuned there. These products
-exist on compute capability 9 only. Elsewhere, where `is_supported` is False, and for KV in int8,
-`jaxspec.kernels.pallas` is used.
+`SPLIT_LENGTH` and `TILE` are estimates: the attention has run on GPUs, but was not tuned there;
+`write_window` has only been compiled for one, and interpreted. The warpgroup products exist on
+compute capability 9 only. Elsewhere, where `is_supported` is False, and for KV in int8,
+`jaxspec.kernels.pallas` is used, or XLA's kernels in a JAX without Triton.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -31,6 +33,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import pallas as triton
+from jaxspec.kernels.base import Angles
 from jaxspec.types import Window
 
 SPLIT_LENGTH = 2048  # slots
@@ -198,6 +201,211 @@ def attend_grouped(
         )(extents, *made, *rest)
     [heads] = made
     return heads.reshape(num_rows, window_length, num_heads * group, head_size)
+
+
+def write_window(
+    qkv: jax.Array,
+    layer: kv.LayerCache,
+    table: kv.Table,
+    window: Window,
+    angles: Angles,
+    *,
+    is_interleaved: bool = False,
+    bias: jax.Array | None,
+    query_norm: jax.Array | None,
+    key_norm: jax.Array | None,
+    epsilon: float,
+    interpret: Any = None,
+) -> tuple[jax.Array, kv.LayerCache]:
+    """Queries `[B, K, T, G, H]`, and the layer's KV with the window's own written in place.
+
+    As the function of this name in `jaxspec.kernels.pallas`, where `can_write` is True. A program
+    makes one query head, or the keys and values, of a KV head for `_NUM_ROWS` tokens.
+    """
+    assert can_write(qkv, layer, angles, is_interleaved=is_interleaved)
+    num_rows, window_length, num_heads, group_and_kv, head_size = qkv.shape
+    num_tokens, group = num_rows * window_length, group_and_kv - 2
+    tile = min(num_tokens, _NUM_ROWS)
+    half = angles[0].shape[-1]
+    # Each token's cos and sin, and where its KV goes: the page times the block plus the slot in it,
+    # or -1. At least a tile, so that all are copied in the same way.
+    cos, sin = (x[..., -1, :].reshape(num_tokens, half).astype(jnp.float32) for x in angles)
+    pages, slots = triton.pages_of(table)[0], kv.slots_of(table, window.slots)
+    is_inside = (slots >= 0) & (slots < pages.shape[1] * layer.block)
+    page = jnp.take_along_axis(pages, jnp.where(is_inside, slots // layer.block, 0), axis=1)
+    places = jnp.where(is_inside, page * layer.block + slots % layer.block, -1)
+    optional = {"bias": bias, "query_norm": query_norm, "key_norm": key_norm}
+    given = {name: x for name, x in optional.items() if x is not None}
+
+    missing = max(_NUM_ROWS - num_tokens, 0)
+    cos, sin = (jnp.pad(x, ((0, missing), (0, 0))) for x in (cos, sin))
+    places = jnp.pad(places.reshape(-1), (0, missing))
+
+    # Copies to and from shared memory begin at multiples of 128 bytes.
+    stride = pl.cdiv(head_size * qkv.dtype.itemsize, 128) * 128 // qkv.dtype.itemsize
+    scratch = {
+        "loaded": plgpu.Barrier(num_arrivals=5),
+        "projections_s": plgpu.SMEM((2, _NUM_ROWS, head_size), qkv.dtype),
+        "cos_s": plgpu.SMEM((_NUM_ROWS, half), jnp.float32),
+        "sin_s": plgpu.SMEM((_NUM_ROWS, half), jnp.float32),
+        "places_s": plgpu.SMEM((_NUM_ROWS,), jnp.int32),
+        "queries_s": plgpu.SMEM((_NUM_ROWS, stride), qkv.dtype),
+        "k_s": plgpu.SMEM((_NUM_ROWS, stride), layer.k.dtype),
+        "v_s": plgpu.SMEM((_NUM_ROWS, stride), layer.v.dtype),
+    }
+    body = functools.partial(
+        _write_window, given=tuple(given), window_length=window_length, epsilon=epsilon
+    )
+    k_ref, v_ref = jax.new_ref(layer.k), jax.new_ref(layer.v)  # written in place
+    # `plgpu.kernel` takes such references from JAX 0.11 on only.
+    write: Any = pl.kernel(
+        lambda *references: pl.run_scoped(functools.partial(body, *references), **scratch),
+        out_type=jax.ShapeDtypeStruct(
+            (num_rows, num_heads, window_length, group, head_size), qkv.dtype
+        ),
+        mesh=plgpu.Mesh(
+            grid=(pl.cdiv(num_tokens, tile), num_heads, group + 1),
+            grid_names=("tile", "head", "member"),
+        ),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+        name="write_window",
+        interpret=interpret or False,
+    )
+    projections = qkv.reshape(num_tokens, *qkv.shape[2:])
+    queries = write(k_ref, v_ref, places, projections, cos, sin, *given.values())
+    return queries, layer.replace(k=jax.freeze(k_ref), v=jax.freeze(v_ref))
+
+
+def can_write(
+    qkv: jax.Array, layer: kv.LayerCache, angles: Angles, *, is_interleaved: bool
+) -> bool:
+    """Whether `write_window` can be used: for bf16 or fp16, KV in the same dtype, and rotated pairs
+    from two halves, each a multiple of 8 numbers, as is what is not rotated. A copy of projections
+    of a tile of tokens must be a multiple of 128 bytes."""
+    num_tokens, head_size = qkv.shape[0] * qkv.shape[1], qkv.shape[-1]
+    half = angles[0].shape[-1]
+    is_tileable = not is_interleaved and half % 8 == 0 and head_size % 8 == 0 and head_size <= 256
+    num_bytes = min(num_tokens, _NUM_ROWS) * head_size * qkv.dtype.itemsize
+    is_stored = not layer.is_quantised and layer.k.dtype.itemsize == qkv.dtype.itemsize
+    is_half = qkv.dtype in (jnp.bfloat16, jnp.float16)
+    return is_tileable and is_stored and is_half and num_bytes % 128 == 0
+
+
+def _write_window(
+    k_ref,  # [P, K, block, H]
+    v_ref,
+    places_ref,  # [n], n tokens, or `_NUM_ROWS` if these are more
+    qkv_ref,  # [n, K, G + 2, H]
+    cos_ref,  # [n, rotated / 2], as above
+    sin_ref,  # [n, rotated / 2]
+    *references,
+    given: tuple[str, ...],
+    window_length: int,
+    epsilon: float,
+    loaded,
+    projections_s,
+    cos_s,
+    sin_s,
+    places_s,
+    queries_s,
+    k_s,
+    v_s,
+):
+    """One query head, or at last the key and value, of a KV head, for up to `_NUM_ROWS` tokens."""
+    # The bias [K, G + 2, H] and the norms [H], if given; then the queries [B, K, T, G, H].
+    *optional, queries_ref = references
+    optional_refs = dict(zip(given, optional, strict=True))
+    head, member = lax.axis_index("head"), lax.axis_index("member")
+    num_tokens, _, group_and_kv, head_size = qkv_ref.shape
+    half, group, block = cos_ref.shape[1], group_and_kv - 2, k_ref.shape[2]
+    tile = min(num_tokens, _NUM_ROWS)
+    # The last tile begins earlier, so that nothing is read past the end, and writes what is left.
+    begin = lax.axis_index("tile") * tile
+    first = jnp.minimum(begin, num_tokens - tile)
+    tokens, inside = pl.ds(first, tile), pl.ds(0, tile)
+    parts = [slice(0, half), slice(half, 2 * half), slice(2 * half, head_size)]
+    parts = [part for part in parts if part.start < part.stop]
+
+    last = jnp.minimum(member + 1, group + 1)
+    for which, index in enumerate((member, last)):
+        plgpu.copy_gmem_to_smem(
+            qkv_ref.at[tokens, head, index], projections_s.at[which, inside], loaded
+        )
+    for reference, copied_s in ((cos_ref, cos_s), (sin_ref, sin_s), (places_ref, places_s)):
+        plgpu.copy_gmem_to_smem(reference.at[pl.ds(first, _NUM_ROWS)], copied_s, loaded)
+    plgpu.barrier_wait(loaded)
+
+    def of_columns(reference, part):
+        values = _load(reference.at[part], plgpu.Layout.WGMMA.reduce(0)).astype(jnp.float32)
+        return lax.broadcast_in_dim(values, (_NUM_ROWS, part.stop - part.start), [1])
+
+    def projection(which, index):
+        """In fp32, part by part."""
+        dtype = projections_s.dtype
+        for part in parts:
+            x = _load(projections_s.at[which, :, part], plgpu.Layout.WGMMA).astype(jnp.float32)
+            if "bias" in given:
+                x += of_columns(optional_refs["bias"].at[head, index], part)
+                x = x.astype(dtype).astype(jnp.float32)
+            yield x
+
+    def rotated(norm):
+        dtype = projections_s.dtype
+        x = list(projection(0, member))
+        if norm in given:
+            total = sum(jnp.sum(each * each, axis=1) for each in x)
+            scale = lax.rsqrt(total / head_size + epsilon)
+            for i, part in enumerate(parts):
+                each = x[i] * lax.broadcast_in_dim(scale, x[i].shape, [0])
+                each = each.astype(dtype).astype(jnp.float32)
+                each *= of_columns(optional_refs[norm], part)
+                x[i] = each.astype(dtype).astype(jnp.float32)
+        cos, sin = (_load(reference, plgpu.Layout.WGMMA) for reference in (cos_s, sin_s))
+        x[:2] = x[0] * cos - x[1] * sin, x[1] * cos + x[0] * sin
+        return [each.astype(dtype) for each in x]
+
+    def stage(staged_s, values):
+        for part, each in zip(parts, values, strict=True):
+            stored = staged_s.dtype
+            each = each if each.dtype == stored else lax.bitcast_convert_type(each, stored)
+            _store(staged_s.at[:, part], each)
+        plgpu.commit_smem()
+
+    @pl.when(member < group)
+    def _():
+        stage(queries_s, rotated("query_norm"))
+
+        @pl.loop(begin - first, tile)
+        def _(at):
+            row, entry = lax.div(first + at, window_length), lax.rem(first + at, window_length)
+            plgpu.copy_smem_to_gmem(
+                queries_s.at[at, pl.ds(0, head_size)], queries_ref.at[row, head, entry, member]
+            )
+
+    @pl.when(member == group)
+    def _():
+        # As in `Kernels.attend`: 0 * NaN is NaN, so V must be finite; whoever sees it gets the key.
+        keys, values = rotated("key_norm"), []
+        for i, value in enumerate(projection(1, group + 1)):
+            is_finite = jnp.abs(value) < jnp.inf
+            keys[i] = jnp.where(is_finite, keys[i], jnp.full_like(keys[i], jnp.nan))
+            values.append(jnp.where(is_finite, value, 0.0).astype(projections_s.dtype))
+        stage(k_s, keys)
+        stage(v_s, values)
+
+        @pl.loop(begin - first, tile)
+        def _(at):
+            place = places_s[at]
+
+            @pl.when(place >= 0)
+            def _():
+                page, slot = lax.div(place, block), lax.rem(place, block)
+                for staged_s, reference in ((k_s, k_ref), (v_s, v_ref)):
+                    plgpu.copy_smem_to_gmem(
+                        staged_s.at[at, pl.ds(0, head_size)], reference.at[page, head, slot]
+                    )
+
+    plgpu.wait_smem_to_gmem(0)
 
 
 def is_supported(window: Window, *, group: int, head_size: int, dtype: jnp.dtype) -> bool:
@@ -418,4 +626,45 @@ def _store(reference, values: jax.Array) -> None:
         store(reference, values, optimized=False)
 
 
-MOSAIC = triton.PallasKernels(attention=mosaic_attention, grouped_attention=attend_grouped)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MosaicKernels(triton.PallasKernels):
+    """The kernels above, and those of `jaxspec.kernels.pallas` where they do not apply."""
+
+    def takes(
+        self, qkv: jax.Array, layer: kv.LayerCache, window: Window, angles: Angles, **settings
+    ) -> bool:
+        """See `PallasKernels.takes`."""
+        size = {"group": qkv.shape[3] - 2, "head_size": qkv.shape[4]}
+        is_own = self._writes(qkv, layer, angles, **settings) and is_supported(
+            window, **size, dtype=qkv.dtype
+        )
+        return is_own or super().takes(qkv, layer, window, angles, **settings)
+
+    def write(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        **settings,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """See `PallasKernels.write`."""
+        if not self._writes(qkv, layer, angles, **settings):
+            return super().write(qkv, layer, table, window, angles, **settings)
+        return write_window(qkv, layer, table, window, angles, **settings)
+
+    def _writes(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        angles: Angles,
+        *,
+        is_interleaved: bool,
+        **settings,
+    ) -> bool:
+        is_possible = can_write(qkv, layer, angles, is_interleaved=is_interleaved)
+        return self.platform == "gpu" and is_possible
+
+
+MOSAIC = MosaicKernels(attention=mosaic_attention, grouped_attention=attend_grouped)

@@ -31,12 +31,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import Angles, Kernels
 from jaxspec.kernels.xla import Attention, Sums, block_attention, sink_sums, tail_sums
 from jaxspec.types import Window
+
+try:
+    from jax.experimental.pallas import triton as _triton
+except ImportError:  # `jaxspec.kernels.mosaic` uses what is here as far as it needs no Triton
+    _triton = None
+triton: Any = _triton
 
 SPLIT_LENGTH = 256  # slots: short ones fill a GPU with few rows, long ones leave less to combine
 MAX_QUERIES = 128  # query rows of a program, padded, that fit into its registers
@@ -262,7 +267,7 @@ def is_supported(window: Window, *, group: int, head_size: int) -> bool:
     `MAX_QUERIES` queries per KV head (`T * group`, padded to a power of two)."""
     is_tileable = head_size >= _MIN_SIZE and head_size == pl.next_power_of_2(head_size)
     num_queries = _padded(window.positions.shape[1] * group)
-    return is_tileable and num_queries <= MAX_QUERIES
+    return triton is not None and is_tileable and num_queries <= MAX_QUERIES
 
 
 def in_parts(
@@ -613,13 +618,14 @@ class PallasKernels(Kernels):
     ) -> tuple[jax.Array, kv.LayerCache]:
         """As `Kernels.attend`. Jitted, so that the kernels are lowered once for all layers of a
         program that are alike; XLA inlines the calls."""
-        group, head_size = qkv.shape[3] - 2, qkv.shape[4]
         span: dict[str, Any] = {"sliding_window": sliding_window}
         if num_sinks is not None:
             span["num_sinks"] = num_sinks
-        fits = is_supported(window, group=group, head_size=head_size)
         one = Window(start=window.start, positions=window.positions[:, :1], slots=window.slots)
-        is_long_chain = window.paths is None and is_supported(one, group=group, head_size=head_size)
+        fits, one_fits = (
+            self.takes(qkv, layer, each, angles, **settings) for each in (window, one)
+        )
+        is_long_chain = window.paths is None and one_fits
         if qkv.dtype != dtype or not (fits or is_long_chain):
             return super().attend(
                 qkv,
@@ -631,13 +637,31 @@ class PallasKernels(Kernels):
                 **span,
                 **settings,
             )
-        queries, layer = write_window(
-            qkv, layer, table, window, angles, interpret=self.platform != "gpu", **settings
-        )
+        queries, layer = self.write(qkv, layer, table, window, angles, **settings)
         if not fits:
             queries, table, window = in_parts(queries, table, window)
         heads = self.grouped_attention(queries, layer, table, window, dtype=dtype, **span)
-        return heads.reshape(*qkv.shape[:2], -1, head_size), layer
+        return heads.reshape(*qkv.shape[:2], -1, qkv.shape[4]), layer
+
+    def takes(
+        self, qkv: jax.Array, layer: kv.LayerCache, window: Window, angles: Angles, **settings
+    ) -> bool:
+        """Whether the kernels can be used for this window; arguments as in `attend`."""
+        return is_supported(window, group=qkv.shape[3] - 2, head_size=qkv.shape[4])
+
+    def write(
+        self,
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        **settings,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """`write_window` for projections of a window that is taken."""
+        interpret = self.platform != "gpu"
+        return write_window(qkv, layer, table, window, angles, interpret=interpret, **settings)
 
 
-PALLAS = PallasKernels(attention=pallas_attention)
+if triton is not None:
+    PALLAS = PallasKernels(attention=pallas_attention)

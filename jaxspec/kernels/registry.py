@@ -50,7 +50,7 @@ def _kernels_on(name: str, platform: str) -> Kernels:
     module, attribute = KERNELS[name]
     try:
         kernels: Kernels = getattr(importlib.import_module(module), attribute)
-    except ImportError as error:
+    except (AttributeError, ImportError) as error:
         raise SettingError(
             f"kernels={name!r} was given, but this JAX lacks what they are written in ({error}); "
             "choose 'xla'."

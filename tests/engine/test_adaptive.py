@@ -20,7 +20,7 @@ from jaxspec.engine import adaptive, round_times
 from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.engine import Engine
 from jaxspec.engine.round_times import PLAIN, LearnedTimes, RoundKind, RoundTimes
-from jaxspec.errors import SettingError
+from jaxspec.errors import JaxspecWarning, SettingError, warn_once
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.types import Finish
 
@@ -759,6 +759,77 @@ def test_bitwise_outputs_do_not_depend_on_the_choice(make):
     assert made.exactness == "bitwise"
     assert made.verify_lengths == (3,)
     assert [made.executor.compile_counts()[name] for name in ("run", "prefill")] == [1, 1]
+
+
+@pytest.fixture
+def resting_engine(make):
+    """An engine of one width that declines its drafter, and has not tried yet to rest."""
+    return make(wrong(), draft_length="auto", verify_length=3)
+
+
+def prepare(engine):
+    """As `warm_up` does, with times that are not left to the clock."""
+    engine.adaptive.controller = None
+    engine.adaptive.prepare()
+    engine.adaptive.controller = with_fixed_times(FIXED)
+
+
+def test_a_drafter_that_is_declined_rests_at_the_same_width_too(resting_engine):
+    made = resting_engine
+    expected = of(made.generate(PROMPTS, PARAMS, speculate=False))  # with the draft steps
+    assert made.describe()["rests"] is None
+    prepare(made)
+    assert made.describe()["rests"] is True
+    assert of(made.generate(PROMPTS, PARAMS)) == expected
+    assert made.adaptive.controller.draft_length == 0
+    num_rounds = dict(made.adaptive.controller.num_rounds)
+    num_read = int(made.state.drafter.num_positions)
+    # Of no use to a trial.
+    made.adaptive.controller.times.times = dataclasses.replace(FIXED, chunk_s=1e9)
+    assert of(made.generate(PROMPTS, PARAMS)) == expected
+    assert made.adaptive.controller.num_rounds[0] > num_rounds[0]
+    assert int(made.state.drafter.num_positions) == num_read
+    assert made.executor.compile_counts()["rest"] == 1
+    assert made.exactness == "bitwise"
+    # It has to catch up, and drafts as before.
+    made.adaptive.controller = with_fixed_times(times({0: 1, 1: 0.2, 2: 0.1}, chunk=1e-6))
+    assert of(made.generate(PROMPTS, PARAMS)) == expected
+    assert made.adaptive.controller.num_rounds[2] > 0
+
+
+@pytest.mark.parametrize("sabotage", ["tokens", "KV"])
+def test_the_draft_steps_are_kept_where_rounds_without_them_have_other_bits(
+    resting_engine, sabotage
+):
+    made = resting_engine
+    rest = made.executor.programs["rest"]
+
+    def wrong_rest(params, state, *arguments):
+        after = rest(params, state, *arguments)
+        if sabotage == "tokens":
+            return after.replace(tokens=after.tokens.at[0, 4].add(1))
+        others = jax.tree.map(lambda leaf: leaf * (1 + 2**-20), after.cache.layers)
+        return after.replace(cache=after.cache.replace(layers=others))
+
+    made.executor.programs["rest"] = wrong_rest
+    warn_once.cache_clear()
+    with pytest.warns(JaxspecWarning, match="other bits than rounds with them"):
+        prepare(made)
+    assert made.describe()["rests"] is False
+    made.executor.programs["rest"] = None  # it is never called
+    expected = of(made.generate(PROMPTS, PARAMS, speculate=False))
+    assert of(made.generate(PROMPTS, PARAMS)) == expected
+    assert made.adaptive.controller.draft_length == 0
+
+
+@pytest.mark.parametrize("kind", ["ngram", pytest.param("tree", marks=pytest.mark.slow)])
+def test_other_drafters_rest_too(make, target, kind):
+    tree = jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)
+    drafter = jaxspec.NGram(1, 3) if kind == "ngram" else jaxspec.DraftModel(target, tree=tree)
+    made = make(drafter, draft_length="auto", max_logprobs=0)
+    assert len(made.verify_lengths) == 1
+    requests = adaptive.MadeUpRequests(made.executor, draft_length=made.draft_length)
+    assert requests.rest_with_same_bits()
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,9 @@
-"""The attention kernel for Hopper GPUs: interpreted, against block attention; compiled for one."""
+"""The kernels for Hopper GPUs: interpreted, against other kernels; compiled for one."""
 
 import functools
+import subprocess
+import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +14,15 @@ from windows import ROUNDING, as_trees, random_parents, setup
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels import mosaic
-from jaxspec.kernels.mosaic import SPLIT_LENGTH, is_supported, mosaic_attention
+from jaxspec.kernels.mosaic import SPLIT_LENGTH, can_write, is_supported, mosaic_attention
 from jaxspec.kernels.pallas import pallas_attention
+from jaxspec.kernels.pallas import write_window as triton_write_window
+from jaxspec.kernels.registry import get_kernels
 from jaxspec.kernels.xla import block_attention
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers import rotary_angles
+from jaxspec.models.prefill import chain_window
 from jaxspec.types import Window
 
 
@@ -198,11 +206,133 @@ def test_what_the_kernel_cannot_do_is_left_to_the_triton_kernel():
     np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
 
 
-@pytest.mark.as_shipped
-@pytest.mark.deviceless
-@pytest.mark.skipif(
-    ABSENT_DEVICES["h100"].problem is not None, reason=str(ABSENT_DEVICES["h100"].problem)
+def projections(num_rows, window_length, heads, group, size, *, has_norm, dtype):
+    """`qkv` with a value that is not finite, and bias or norms."""
+    rng = np.random.default_rng(0)
+
+    def random(*shape):
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    qkv = random(num_rows, window_length, heads, group + 2, size)
+    return qkv.at[1, 2, heads - 1, group + 1, 3].set(jnp.inf), {
+        "bias": None if has_norm else random(heads, group + 2, size),
+        "query_norm": random(size) if has_norm else None,
+        "key_norm": random(size) if has_norm else None,
+        "epsilon": 1e-6,
+        "is_interleaved": False,
+    }
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("window_length", "heads", "group", "size", "rotary_size", "dtype", "has_norm"),
+    [
+        (4, 2, 3, 64, 64, jnp.bfloat16, True),
+        (4, 1, 1, 80, 32, jnp.float16, False),
+        (35, 1, 2, 16, 16, jnp.bfloat16, False),  # 70 tokens: the last 6 are a tile of their own
+    ],
 )
+def test_a_window_is_written_as_the_triton_kernel_writes_it(
+    window_length, heads, group, size, rotary_size, dtype, has_norm
+):
+    shape = {"dtype": dtype, "heads": heads, "group": group, "size": size}
+    _, layer, pages, window = setup([3, 200], 4, **shape)
+    window = chain_window(jnp.asarray([3, 200], jnp.int32), window_length)
+    window = window.replace(slots=window.slots.at[0, 3].set(-1).at[1, 1].set(512))  # not stored
+    table = kv.AlignedTable(pages=pages, first_slot=jnp.asarray([0, 50], jnp.int32))
+    qkv, settings = projections(
+        2, window_length, heads, group, size, has_norm=has_norm, dtype=dtype
+    )
+    angles = rotary_angles(RopeConfig(theta=1e4, rotary_size=rotary_size), window.positions)
+    (ours, mine), (theirs, reference) = (
+        jax.jit(functools.partial(write, **settings, interpret=interpret))(
+            qkv, layer, table, window, angles
+        )
+        for write, interpret in (
+            (mosaic.write_window, plgpu.InterpretGPUParams(detect_races=True)),
+            (triton_write_window, True),
+        )
+    )
+    close = {"rtol": float(jnp.finfo(dtype).eps), "atol": ROUNDING[dtype]}
+    ours, theirs = (np.asarray(x, np.float32) for x in (ours, theirs))
+    np.testing.assert_allclose(ours, theirs, **close)
+    every = jnp.broadcast_to(jnp.arange(512, dtype=jnp.int32), (2, 512))
+    keys, values = zip(
+        *(kv.read_slots(written, pages, every, dtype) for written in (mine, reference)), strict=True
+    )
+    keys, values = ([np.asarray(x, np.float32) for x in both] for both in (keys, values))
+    np.testing.assert_allclose(keys[0], keys[1], **close)
+    np.testing.assert_array_equal(values[0], values[1])
+    assert np.isnan(keys[0][1, 252, heads - 1, 3]), "the key of a value that is not finite"
+    assert np.isnan(keys[0]).sum() == 1
+
+
+@pytest.mark.parametrize("change", ["interleaved", "int8", "fp32", "odd"])
+def test_what_cannot_be_written_is_left_to_the_triton_kernel(change):
+    dtype = jnp.float32 if change == "fp32" else jnp.bfloat16
+    size = 24 if change == "odd" else 64
+    kv_dtype = "int8" if change == "int8" else None
+    shape = SHAPE | {"dtype": dtype, "size": size}
+    _, layer, _, window = setup([40, 200], 4, **shape, kv_dtype=kv_dtype)
+    qkv, settings = projections(2, 4, 1, 4, size, has_norm=True, dtype=dtype)
+    angles = rotary_angles(RopeConfig(theta=1e4, rotary_size=size), window.positions)
+    settings["is_interleaved"] = change == "interleaved"
+    kernels: Any = get_kernels("mosaic", "gpu")
+    assert not can_write(qkv, layer, angles, is_interleaved=settings["is_interleaved"])
+    # Heads of 24 numbers are none for Triton either, and go to XLA.
+    assert kernels.takes(qkv, layer, window, angles, **settings) == (change != "odd")
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["jax.experimental.pallas.triton"] = None
+import jax, jax.numpy as jnp
+from jaxspec.cache import pages as kv
+from jaxspec.errors import SettingError
+from jaxspec.kernels.registry import get_kernels
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers import rotary_angles
+from jaxspec.models.prefill import chain_window
+
+def lower(dtype, num_tokens):
+    cache = kv.init_cache(num_layers=1, num_rows=2, capacity=512, num_kv_heads=2, head_size=64,
+        dtype=dtype)
+    window = chain_window(jnp.zeros((2,), jnp.int32), num_tokens)
+    def attend(qkv, layer):
+        return get_kernels("mosaic", "gpu").attend(qkv, layer, cache.table, window,
+            rotary_angles(RopeConfig(theta=1e4, rotary_size=64), window.positions), dtype=dtype,
+            is_interleaved=False, bias=None, query_norm=None, key_norm=None, epsilon=1e-6,
+            sliding_window=None)
+    qkv = jax.ShapeDtypeStruct((2, num_tokens, 2, 6, 64), dtype)
+    text = jax.jit(attend).trace(qkv, cache.layers[0]).lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in text
+    return text.count("custom_call @mosaic_gpu")
+
+print(lower(jnp.bfloat16, 5), lower(jnp.bfloat16, 256), lower(jnp.float32, 5))
+try:
+    get_kernels("pallas")
+except SettingError as error:
+    print(error)
+"""
+
+
+def test_no_triton_is_needed():
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True
+    )
+    counts, refusal = done.stdout.splitlines()
+    assert counts == "2 2 0"
+    assert refusal.startswith("kernels='pallas' was given, but this JAX lacks what they are")
+
+
+def needs_h100(test):
+    """A test that compiles for one."""
+    problem = ABSENT_DEVICES["h100"].problem
+    test = pytest.mark.skipif(problem is not None, reason=str(problem))(test)
+    return pytest.mark.as_shipped(pytest.mark.deviceless(test))
+
+
+@needs_h100
 @pytest.mark.parametrize(
     ("window_length", "group", "size", "num_splits", "is_tree"),
     [
@@ -249,3 +379,47 @@ def test_it_compiles_for_an_h100(window_length, group, size, num_splits, is_tree
     num_kernels = 2 if is_tree or num_splits > 1 else 1
     assert " while(" not in text.hlo  # no loop that waits for the host
     assert text.hlo.count('custom_call_target="mosaic_gpu') == num_kernels
+
+
+@needs_h100
+@pytest.mark.parametrize(
+    ("num_rows", "window_length", "group", "size", "has_norm"),
+    [
+        (8, 5, 4, 128, True),
+        (1, 1, 1, 64, False),
+        (8, 5, 4, 80, True),
+        (2, 256, 2, 256, False),
+        (4, 256, 8, 128, True),
+    ],
+)
+def test_the_kernel_that_writes_compiles_for_an_h100(
+    num_rows, window_length, group, size, has_norm
+):
+    def write(layer, table, qkv, window, settings):
+        angles = rotary_angles(RopeConfig(theta=1e4, rotary_size=size), window.positions)
+        return mosaic.write_window(
+            qkv, layer, table, window, angles, **settings, is_interleaved=False, epsilon=1e-6
+        )
+
+    def make():
+        cache = kv.init_cache(
+            num_layers=1,
+            num_rows=num_rows,
+            capacity=SPLIT_LENGTH,
+            num_kv_heads=2,
+            head_size=size,
+            dtype=jnp.bfloat16,
+        )
+        qkv = jnp.zeros((num_rows, window_length, 2, group + 2, size), jnp.bfloat16)
+        norm = qkv[0, 0, 0, 0] if has_norm else None
+        settings = {"bias": qkv[0, 0], "query_norm": norm, "key_norm": norm}
+        window = chain_window(jnp.zeros((num_rows,), jnp.int32), window_length)
+        return cache.layers[0], cache.table, qkv, window, settings
+
+    given = jax.eval_shape(make)
+    with as_if_on("h100"):
+        text = compile_for("h100", write, *given, donated=0)
+    assert text.hlo.count('custom_call_target="mosaic_gpu') == 1
+    kv_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(given[0]))
+    assert text.memory.alias_size_in_bytes == kv_bytes
+    assert " copy(" not in text.hlo

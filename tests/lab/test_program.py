@@ -19,6 +19,7 @@ from jaxspec.lab.bench import program
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on
 from jaxspec.lab.bench.program import Shape, compile_prefill, compile_run, launches_per_layer
 from jaxspec.models.registry import PRESETS
+from jaxspec.runtime.environment import lacks_bfloat16
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
 
@@ -63,6 +64,37 @@ def test_a_round_on_an_h100(kernels):
 
 
 @needs("h100")
+def test_a_round_without_draft_steps_is_one_graph():
+    with as_if_on("h100"):
+        found = compile_run("h100", dataclasses.replace(SMALL, is_resting=True))
+    assert found.problems(draft_length=0) == []
+    assert found.loops == [(1, None)]
+    assert (found.greedy.num_graphs, found.greedy.num_predicates) == (1, 1)
+
+
+@needs("t4")
+def test_a_t4_compiles_with_xlas_kernels_and_its_problems_are_their_loops():
+    with as_if_on("t4"):
+        kernels, dtype = default_kernels(), "float16" if lacks_bfloat16() else "bfloat16"
+        found = compile_run("t4", dataclasses.replace(SMALL, kernels=kernels, dtype=dtype))
+    assert (kernels, dtype) == ("xla", "float16")
+    assert found.cache_moves == []
+    assert found.num_host_buffers == 0
+    assert found.aliased_bytes >= found.kv_bytes
+    assert len(found.problems(draft_length=4)) == 6, found.problems(draft_length=4)
+
+
+@needs("a100")
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["a100", "rtx4090", "b200"])
+def test_a_round_on_other_gpus(device):
+    with as_if_on(device):
+        assert default_kernels() == "pallas"
+        found = compile_run(device, dataclasses.replace(SMALL, kernels="pallas"))
+    assert found.problems(draft_length=4) == []
+
+
+@needs("h100")
 @pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
 def test_a_prefill_call_on_an_h100(kernels):
     shape = dataclasses.replace(SMALL, kernels=kernels)
@@ -90,6 +122,7 @@ def test_kernels_are_lowered_once_for_all_layers(kernels):
         count = jax.ShapeDtypeStruct((), jnp.int32)
         given = (loop.params, jax.eval_shape(loop.init), count, count)
         text = jax.jit(loop.run).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("xla.gpu.triton" in text) == (kernels == "pallas")  # `mosaic` needs no Triton
         return text.count("custom_call @")
 
     with as_if_on("h100"):
@@ -120,7 +153,9 @@ def test_the_command(tmp_path):
     bench.run(Console(quiet=True))
     document = json.loads((tmp_path / "program.json").read_text())
     kinds = [result["rows"] for result in document["results"]]
-    assert kinds == ["greedy", "sampled", "prefill", "prefill_target", "catch_up"]
+    assert kinds == [
+        "greedy", "sampled", "greedy, resting", "prefill", "prefill_target", "catch_up"
+    ]  # fmt: skip
     for result in document["results"]:
         assert result["problems"] == []
         assert result["launches"]["num_graphs"] > 0
@@ -143,5 +178,6 @@ def test_a_round_on_a_tpu_copies_no_kv():
 
 
 def test_a_device_that_nothing_is_known_of():
-    with pytest.raises(SettingError, match="choose one of h100, h200, v5e"), as_if_on("b300"):
+    known = "choose one of h100, h200, a100, rtx4090, b200, t4, v5e"
+    with pytest.raises(SettingError, match=known), as_if_on("b300"):
         pass

@@ -37,7 +37,10 @@ class AbsentDevice:
       platform: its name in `jax.default_backend()`.
       plugins: modules, one of which must be installed.
       package: a package that provides one, for `pip install`.
-      bytes_per_s: memory bandwidth, from XLA's description; GPUs only.
+      capability: compute capability; GPUs only, as is all that follows.
+      num_cores: multiprocessors.
+      description: further fields of XLA's `GpuDeviceInfoProto`.
+      bytes_per_s: memory bandwidth, from XLA's description.
       num_bytes: size of its memory, likewise.
     """
 
@@ -45,6 +48,9 @@ class AbsentDevice:
     platform: str
     plugins: tuple[str, ...]
     package: str
+    capability: float | None = None
+    num_cores: int | None = None
+    description: str = ""
     bytes_per_s: int = 0
     num_bytes: int = 0
 
@@ -66,40 +72,128 @@ def _is_installed(module: str) -> bool:
         return False
 
 
-def _gpu(kind: str, **memory: int) -> AbsentDevice:
+def _gpu(
+    kind: str,
+    capability: float,
+    num_cores: int,
+    *,
+    fpus: int,
+    threads: int,
+    shared: int,
+    l2: int,
+    ghz: float,
+    **memory: int,
+) -> AbsentDevice:
+    """A GPU, by what XLA reads: of a core (multiprocessor) its FPUs, threads and bytes of shared
+    memory; the bytes of the L2 cache; and the clock."""
+    major, minor = divmod(round(10 * capability), 10)
+    features = "ACCELERATED_FEATURES" if major >= 9 else "NONE"
+    optin = shared - 1024 if major >= 8 else shared
     return AbsentDevice(
         kind=kind,
         platform="gpu",
         plugins=("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"),
         package="'jaxspec-decoding[deviceless]'",
+        capability=capability,
+        num_cores=num_cores,
+        description=f"""
+  cuda_compute_capability {{ major: {major} minor: {minor} feature_extension: {features} }}
+  core_count: {num_cores}
+  fpus_per_core: {fpus}
+  clock_rate_ghz: {ghz}
+  threads_per_core_limit: {threads}
+  shared_memory_per_core: {shared}
+  shared_memory_per_block_optin: {optin}
+  l2_cache_size: {l2}
+""",
         **memory,
     )
 
 
-# Memory as in XLA's descriptions of these devices (xla/backends/gpu/target_config/specs).
+# As in XLA's descriptions of these devices (xla/backends/gpu/target_config/specs); those of RTX
+# 4090 and T4 as NVIDIA describes them.
+_HOPPER: dict[str, Any] = {
+    "capability": 9.0,
+    "num_cores": 132,
+    "fpus": 128,
+    "threads": 2048,
+    "shared": 233472,
+    "l2": 52428800,
+    "ghz": 1.98,
+}
 ABSENT_DEVICES = {
-    "h100": _gpu("NVIDIA H100 80GB HBM3", bytes_per_s=3_352_320_000_000, num_bytes=84_942_979_072),
-    "h200": _gpu("NVIDIA H200", bytes_per_s=4_800_000_000_000, num_bytes=151_397_597_184),
+    "h100": _gpu(
+        "NVIDIA H100 80GB HBM3",
+        bytes_per_s=3_352_320_000_000,
+        num_bytes=84_942_979_072,
+        **_HOPPER,
+    ),
+    "h200": _gpu(
+        "NVIDIA H200", bytes_per_s=4_800_000_000_000, num_bytes=151_397_597_184, **_HOPPER
+    ),
+    "a100": _gpu(
+        "NVIDIA A100-SXM4-80GB",
+        8.0,
+        108,
+        fpus=64,
+        threads=2048,
+        shared=167936,
+        l2=41943040,
+        ghz=1.41,
+        bytes_per_s=2_039_040_000_000,
+        num_bytes=85_100_068_864,
+    ),
+    "rtx4090": _gpu(
+        "NVIDIA GeForce RTX 4090",
+        8.9,
+        128,
+        fpus=128,
+        threads=1536,
+        shared=102400,
+        l2=75497472,
+        ghz=2.52,
+        bytes_per_s=1_008_000_000_000,
+        num_bytes=25_757_220_864,
+    ),
+    "b200": _gpu(
+        "NVIDIA B200",
+        10.0,
+        148,
+        fpus=128,
+        threads=2048,
+        shared=233472,
+        l2=132644864,
+        ghz=1.965,
+        bytes_per_s=7_672_320_000_000,
+        num_bytes=191_514_411_008,
+    ),
+    "t4": _gpu(
+        "Tesla T4",
+        7.5,
+        40,
+        fpus=64,
+        threads=1024,
+        shared=65536,
+        l2=4194304,
+        ghz=1.59,
+        bytes_per_s=320_000_000_000,
+        num_bytes=15_843_721_216,
+    ),
     "v5e": AbsentDevice(
         kind="TPU v5 lite", platform="tpu", plugins=("libtpu",), package="'jax[tpu]'"
     ),
 }
 
-# A GpuTargetConfigProto with what H100 and H200 have in common: Hopper with 132 multiprocessors.
-_HOPPER = """
+_TARGET_CONFIG = """
 platform_name: "CUDA"
 device_description_str: "{kind}"
 dnn_version_info {{ major: 9 minor: 10 }}
 gpu_device_info {{
   name: "{kind}"
   device_vendor: "NVIDIA Corporation"
-  cuda_compute_capability {{ major: 9 feature_extension: ACCELERATED_FEATURES }}
-  core_count: {num_cores}
-  fpus_per_core: 128
-  clock_rate_ghz: 1.98
+  {description}
   threads_per_warp: 32
   threads_per_block_limit: 1024
-  threads_per_core_limit: 2048
   thread_dim_limit_x: 1024
   thread_dim_limit_y: 1024
   thread_dim_limit_z: 64
@@ -108,10 +202,7 @@ gpu_device_info {{
   block_dim_limit_z: 65535
   registers_per_core_limit: 65536
   registers_per_block_limit: 65536
-  shared_memory_per_core: 233472
   shared_memory_per_block: 49152
-  shared_memory_per_block_optin: 232448
-  l2_cache_size: 52428800
   memory_bandwidth: {bytes_per_s}
   device_memory_size: {num_bytes}
   device_address_bits: 64
@@ -122,7 +213,6 @@ gpu_device_info {{
   dnn_version: "9.10.0"
 }}
 """
-_NUM_CORES = 132
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -204,12 +294,12 @@ def as_if_on(name: str) -> Iterator[None]:
     described = jax.sharding.AbstractDevice(
         device_kind=device.kind,
         platform="cuda" if device.platform == "gpu" else device.platform,
-        num_cores=_NUM_CORES if device.platform == "gpu" else None,
+        num_cores=device.num_cores,
     )
     mesh = jax.sharding.AbstractMesh((), (), abstract_device=described)
     with (
         mock.patch.object(jax, "default_backend", return_value=device.platform),
-        mock.patch.object(environment, "is_hopper", return_value=device.platform == "gpu"),
+        mock.patch.object(environment, "compute_capability", return_value=device.capability),
         jax.sharding.use_abstract_mesh(mesh),
     ):
         yield
@@ -221,9 +311,9 @@ def _device(name: str) -> Any:
     if device.platform == "tpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud service to ask
         return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
-    text = _HOPPER.format(
+    text = _TARGET_CONFIG.format(
         kind=device.kind,
-        num_cores=_NUM_CORES,
+        description=device.description,
         bytes_per_s=device.bytes_per_s,
         num_bytes=device.num_bytes,
     )

@@ -27,6 +27,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model, shortened
+from jaxspec.runtime.environment import lacks_bfloat16
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
 from jaxspec.types import DecodeState, Window
@@ -51,6 +52,7 @@ class Shape:
       context: committed tokens per row; the cache has room for one more round.
       draft_length: tokens drafted per round.
       dtype: that of parameters, compute and cache.
+      is_resting: whether rounds leave the draft steps out (`RoundParts.resting`).
     """
 
     target: ModelConfig
@@ -60,6 +62,7 @@ class Shape:
     context: int
     draft_length: int
     dtype: str = "bfloat16"
+    is_resting: bool = False
 
     @property
     def logits_bytes(self) -> int:
@@ -78,7 +81,7 @@ class Shape:
                 max_length=self.context + self.draft_length + 1,
             ),
         )
-        return DecodeLoop(parts)
+        return DecodeLoop(parts.resting if self.is_resting else parts)
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
         return shape_model(
@@ -326,7 +329,9 @@ RESULTS: Columns = {
 def program(
     target: str = "qwen3-8b",
     draft: str = "qwen3-0.6b",
-    devices: tuple[Literal["h100", "h200", "v5e"], ...] = ("h100",),
+    devices: tuple[Literal["h100", "h200", "a100", "rtx4090", "b200", "t4", "v5e"], ...] = (
+        "h100",
+    ),
     kernels: tuple[KernelsName, ...] = (),
     num_layers: int | None = None,
     context: int = 1024,
@@ -356,6 +361,7 @@ def program(
                     batch_size=BATCH_SIZE,
                     context=context,
                     draft_length=DRAFT_LENGTH,
+                    dtype="float16" if lacks_bfloat16() else "bfloat16",
                 )
                 results += _compile(device, shape) + _compile_prefill(device, shape)
     problems = dict.fromkeys(
@@ -368,7 +374,17 @@ def program(
 
 
 def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
-    """A result for each kind of rows."""
+    """A result for each kind of rows and, on GPUs, for rounds without draft steps."""
+    results = _compile_rounds(device, shape)
+    if ABSENT_DEVICES[device].platform == "gpu":
+        resting = _compile_rounds(device, dataclasses.replace(shape, is_resting=True))
+        results.append({**resting[0], "rows": "greedy, resting"})
+        per_layer = launches_per_layer(device, shape)
+        results = [{**found, "launches_per_layer": per_layer} for found in results]
+    return results
+
+
+def _compile_rounds(device: str, shape: Shape) -> list[dict[str, Any]]:
     compiled = compile_run(device, shape)
     found = {
         "device": device,
@@ -382,7 +398,6 @@ def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
     }
     if ABSENT_DEVICES[device].platform != "gpu":
         return [{**found, "rows": "any"}]
-    found["launches_per_layer"] = launches_per_layer(device, shape)
     return [
         {**found, "rows": rows, "launches": dataclasses.asdict(launches)}
         for rows, launches in (("greedy", compiled.greedy), ("sampled", compiled.sampled))
