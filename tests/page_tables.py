@@ -69,6 +69,8 @@ def origin(name):
     where an older file has none."""
     devices, commit = document(name)["devices"], document(name)["commit"]
     day = f", {document(name)['date']}" if "date" in document(name) else ""
+    if document(name).get("command") == "bench program":  # nothing was run
+        return f"`{commit[:7]}` by compiling with JAX {document(name)['versions']['jax']}{day}"
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
     kernels = devices.get("kernels_family") or devices["kernels"]
     place = f"{devices['cpu_count']} cores{model}"
@@ -919,6 +921,34 @@ def gpu_prefill(found):
             ),
         ]
         for run in runs
+    ]
+
+
+@of("programs.json")
+def programs(found):
+    counts = {
+        "CUDA graphs": "num_graphs",
+        "in graphs": "num_nodes",
+        "one by one": "num_kernels",
+        "predicates": "num_predicates",
+    }
+    header = ["device", "kernels", "what", *counts, "KV copied"]
+    return header, [
+        [
+            each["device"],
+            f"`{each['kernels']}`",
+            {
+                "any": "a round",
+                "catch_up": "prefill, drafter",
+                "prefill_target": "prefill, target",
+            }.get(each["rows"], f"a round, {each['rows']}"),
+            *(
+                str(each["launches"][name]) if "launches" in each else ""
+                for name in counts.values()
+            ),
+            str(len(each["cache_moves"])),
+        ]
+        for each in found["results"]
     ]
 
 
