@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import BLOCK, KVCache
+from jaxspec.decode.buckets import may_skip_padding
 from jaxspec.decode.loop import DecodeLoop, init
 from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import SCORED_TOGETHER
@@ -483,6 +484,8 @@ def fit_rows(
         row does not fit into the free memory.
     """
     budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_BYTES)
+    if mesh is None and may_skip_padding(parts):  # as its engine will
+        parts = dataclasses.replace(parts, skips_padding=True)
 
     def with_rows(num_rows: int) -> DecodeLoop | ShardedLoop:
         fewer = _resized(parts, batch_size=num_rows)

@@ -29,7 +29,7 @@ from jaxspec.lab.plan.plan import PlanSettings
 from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
 from jaxspec.models import decoder
-from jaxspec.models.base import LanguageModel
+from jaxspec.models.base import LanguageModel, kernels_of
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import ShapeModel, shape_model
@@ -337,8 +337,10 @@ class PlanRequest:
             ),
         )
         parts = parts.with_variant(parts.drafter.choose_variant(parts.shape))
-        if settings.num_devices == 1:
-            return DecodeLoop(parts)
+        if settings.num_devices == 1:  # an engine also tries whether the kernels keep their word
+            return DecodeLoop(
+                dataclasses.replace(parts, skips_padding=kernels_of(target).skips_padding)
+            )
         sizes, types = self.mesh, (AxisType.Auto, AxisType.Auto)
         devices = jax.local_devices()[: settings.num_devices]
         if len(devices) < settings.num_devices:
