@@ -939,8 +939,9 @@ def programs(found):
             f"`{each['kernels']}`",
             {
                 "any": "a round",
-                "catch_up": "prefill, drafter",
+                "prefill": "prefill",
                 "prefill_target": "prefill, target",
+                "catch_up": "prefill, drafter",
             }.get(each["rows"], f"a round, {each['rows']}"),
             *(
                 str(each["launches"][name]) if "launches" in each else ""
