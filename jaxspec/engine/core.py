@@ -90,6 +90,7 @@ class EngineCore:
         self._rounds_per_piece = config.rounds_per_piece
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
+        self._is_oldest_next = True  # or the prompt with the fewest tokens left; see _take_chunks
         self._shared_steps = SharedSteps(lambda: self.step())
         self._step_timeout_s = config.step_timeout_s
         self._watchdog = None
@@ -386,8 +387,8 @@ class EngineCore:
             self._catch_up(ticket)
 
     def _prefill_prompts(self) -> None:
-        """Prefills prompts, the oldest first: all of them or, if the output of running rows is
-        awaited, as many chunks as the step's budget allows."""
+        """Prefills prompts: all of them or, if the output of running rows is awaited, as many
+        chunks as the step's budget allows."""
         tickets, num_chunks = self.queue.tickets_by_row, 0
         chunks: list[tuple[int, int]] = []
         while taken := self._take_chunks():
@@ -427,15 +428,24 @@ class EngineCore:
         return math.ceil(budget / unit) * unit
 
     def _take_chunks(self) -> list[tuple[int, int]]:
-        """The next chunk `(row, start)` of the oldest unfinished prompt of each shard; from now on
-        it counts as prefilled."""
+        """The next chunk `(row, start)` of one unfinished prompt of each shard; from now on it
+        counts as prefilled. The oldest prompt and the one with the fewest tokens left take turns: a
+        short one need not wait for the whole of a long one, and the long one is read at half the
+        rate at least."""
         tickets = self.queue.tickets_by_row.items()
         unread = [(row, ticket) for row, ticket in tickets if ticket.is_prefilling]
-        oldest: dict[int, tuple[int, Ticket]] = {}
-        for row, ticket in sorted(unread, key=lambda item: item[1].arrival):
-            oldest.setdefault(self.executor.shard_of(row), (row, ticket))
-        chunks = [(row, ticket.num_prefilled) for row, ticket in oldest.values()]
-        for _, ticket in oldest.values():
+        is_oldest_next, self._is_oldest_next = self._is_oldest_next, not self._is_oldest_next
+
+        def order(item: tuple[int, Ticket]) -> tuple[int, int]:
+            ticket = item[1]
+            num_left = ticket.prompt_length - ticket.num_prefilled
+            return (0 if is_oldest_next else num_left, ticket.arrival)
+
+        chosen: dict[int, tuple[int, Ticket]] = {}
+        for row, ticket in sorted(unread, key=order):
+            chosen.setdefault(self.executor.shard_of(row), (row, ticket))
+        chunks = [(row, ticket.num_prefilled) for row, ticket in chosen.values()]
+        for _, ticket in chosen.values():
             ticket.num_prefilled += self.executor.shape.prefill_chunk
         return chunks
 

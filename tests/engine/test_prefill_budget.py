@@ -97,6 +97,24 @@ def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(
         engine.step()
 
 
+def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one(engine):
+    stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
+    next(stream)
+    long, *shorts = toy.prompts([6 * CHUNK + 1, CHUNK + 1, CHUNK + 1, CHUNK + 1])
+    names = [engine.submit(prompt, PARAMS) for prompt in (long, *shorts)]
+    order = []
+    for _ in range(8):
+        next(stream)
+        for ticket in engine.queue.tickets_by_row.values():
+            if (name := ticket.request.request_id) in names and not ticket.is_prefilling:
+                order += [name] if name not in order else []
+    # The long one is read in every second chunk, and no row is late by much.
+    assert order == [*names[1:], names[0]]
+    stream.close()
+    while engine.has_unfinished:
+        engine.step()
+
+
 @pytest.mark.slow
 @pytest.mark.as_shipped
 def test_forty_eight_requests_of_512_tokens():
