@@ -58,7 +58,7 @@ ZERO = {
     "seed", "seeds", "temperature", "warmup_steps", "long_fraction", "oracle", "budget_s",
     "acceptance", "per_position",
 }  # fmt: skip
-ZERO_OF = {("plan", "draft_lengths"), ("serve", "port")}
+ZERO_OF = {("plan", "draft_lengths"), ("plan", "max_logprobs"), ("serve", "port")}
 
 
 class Started(Exception):

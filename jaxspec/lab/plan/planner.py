@@ -117,6 +117,8 @@ def plan_memory(
     budget_bytes = whole_number("budget_bytes", budget_bytes, least=1, most=LARGEST_NUMBER)
     batch = whole_number("batch", batch, least=1)
     context = whole_number("context", context, least=2)
+    if max_logprobs is not None:
+        max_logprobs = whole_number("max_logprobs", max_logprobs, least=0)
     check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
     keep = number("keep", keep, above=0, most=1, expected="above 0 and at most 1")
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
