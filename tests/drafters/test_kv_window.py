@@ -243,7 +243,7 @@ def test_drafts_are_those_of_a_full_cache_that_is_masked_alike(monkeypatch, sett
         assert (others == found) == is_same
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_window_of_kv_may_be_narrower_than_what_a_round_scores(monkeypatch):
     """The ring has room for both; one that had it for `kv_window` alone is seen."""
     [request] = requests_of([PROMPTS[2]], SamplingParams(max_tokens=180))

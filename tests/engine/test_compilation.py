@@ -91,7 +91,7 @@ def test_the_check_above_catches_a_copy():
 
 
 def test_the_params_of_both_models_are_arguments_not_constants(engines):
-    for engine in engines(jnp.float32, 256):
+    for engine in engines(jnp.float32, 256, scheduler=Static()):  # compiled above too
         text = hlo.compiled(engine).as_text()
         biggest = max(
             (int(np.prod([int(n) for n in dims.split(",") if n] or [1])))
