@@ -246,6 +246,7 @@ def test_engines_that_do_not_keep_bits_are_audited_up_to_ties(settings):
     assert all(audit.levels[name].allows_ties for name in ("E1", "E2", "E3", "E4"))
 
 
+@pytest.mark.slow
 def test_a_sabotaged_aligned_engine_does_not(one_short):
     audit = audit_engine(engine_of(layout="aligned"), PROMPTS, GREEDY)
     assert not audit.holds

@@ -69,6 +69,7 @@ def test_nothing_planted_is_the_engines_output_and_nothing_is_found(target, prom
     assert audit.tie_p_value > 0.5
 
 
+@pytest.mark.slow
 def test_second_best_tokens_are_found_in_every_file(audits):
     assert [audit.holds for audit, _ in audits("the second best")] == [False] * 3
 

@@ -496,6 +496,7 @@ def test_a_damaged_entry_is_made_again(hf, conversions):
     assert cached_models(verify=True) == cached_models()
 
 
+@pytest.mark.slow
 def test_processes_that_convert_the_same_model_at_once(hf, cache):
     code = "import sys; from jaxspec.load.models import load_model; load_model(sys.argv[1])"
     running = [

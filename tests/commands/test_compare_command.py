@@ -69,6 +69,7 @@ def questions(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_candidates_of_settings_on_chats_by_task(models, questions, tmp_path):
     given = ("--target", models.target, "--prompts", questions, *COUNTED)
     given += ("--drafter", "none", "--candidate", 'k=2={"drafter": "ngram", "draft_length": 2}')

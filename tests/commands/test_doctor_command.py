@@ -5,6 +5,7 @@ import pytest
 from jaxspec.lab import doctor
 
 
+@pytest.mark.slow
 @pytest.mark.as_shipped
 def test_the_command(cli, monkeypatch):
     monkeypatch.setattr(doctor, "REPEATS", 1)

@@ -131,7 +131,7 @@ def test_settings_as_json(cli, models, prompts, whole):
     assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
 
 
-@pytest.mark.parametrize("number", [2, 6])
+@pytest.mark.parametrize("number", [2, pytest.param(6, marks=pytest.mark.slow)])
 def test_shards_joined_are_the_whole(cli, models, prompts, whole, tmp_path, number):
     """Of six shards of five prompts one is empty. Sampled too, where seeds can be seen."""
     outputs = []

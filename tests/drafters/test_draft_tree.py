@@ -318,7 +318,7 @@ def test_the_whole_battery(target, tree):
     check_drafter(DraftModel(MODEL, tree=tree), target).assert_ok()
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_an_oracle_may_cost_what_a_tree_costs(target):
     """Holes of the drafts that are thrown away do not matter."""
     many = SamplingParams(max_tokens=8, temperature=1, top_k=1)

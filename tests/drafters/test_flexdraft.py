@@ -402,7 +402,7 @@ def test_memory_counts_the_slots_of_mask_rows(target):
 @pytest.mark.parametrize(
     ("kernels", "mode"),
     [
-        ("default", "parallel"),
+        pytest.param("default", "parallel", marks=pytest.mark.slow),
         pytest.param("default", "sequential", marks=pytest.mark.slow),
         pytest.param("xla", "parallel", marks=pytest.mark.slow),
         ("xla", "sequential"),

@@ -466,7 +466,7 @@ class ForgetsPlainSteps(Heads):
         return after.replace(features=state.features)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Heads, ForgetsPlainSteps])
 def test_after_hundreds_of_plain_steps_heads_draft_as_if_they_had_read_all_along(target, kind):
     sound = heads_named("clover", target, "chain")
@@ -509,7 +509,7 @@ def test_a_row_that_was_cut_back_drafts_again_after_a_round(target, name):
     assert num_drafts == 11
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_in_a_serving_engine_they_draft_the_same(target):
     heads, prompt, params = heads_named("clover2", target, STATIC), PROMPTS[2], PARAMS[3]
     expected = Engine(target, heads, **SMALL).generate([prompt], [params])[0]

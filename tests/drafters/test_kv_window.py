@@ -336,7 +336,7 @@ def drafted(done):
     return done.token_ids, done.acceptance.num_rounds, done.acceptance.num_accepted_tokens
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_schedulers_do_not_change_what_is_drafted():
     """More requests than rows, some of which wait among the residents."""
     prompts, params = PROMPTS[::2] * 2, params_of((0, 0.8, 0, 0), max_tokens=40)

@@ -132,7 +132,7 @@ def test_every_drafter_keeps_what_it_can(name):
         assert done.acceptance == expected.acceptance
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_heads_read_the_pair_at_the_seam_again(monkeypatch):
     """Clover-2 pairs a token's feature with the token after it; the last pair that is kept was of
     the old next token."""
@@ -591,10 +591,10 @@ def test_a_lost_state_costs_a_reread(ngram, monkeypatch):
     "options",
     [
         {"draft_length": "auto", "exactness": "ties"},
-        {"scheduler": jaxspec.Static()},
-        {"scheduler": jaxspec.Pool(window_size=3)},
+        pytest.param({"scheduler": jaxspec.Static()}, marks=pytest.mark.slow),
+        pytest.param({"scheduler": jaxspec.Pool(window_size=3)}, marks=pytest.mark.slow),
         {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"},
-        {"verifier": "rejection"},
+        pytest.param({"verifier": "rejection"}, marks=pytest.mark.slow),
     ],
     ids=str,
 )

@@ -18,12 +18,12 @@ def setting(request):
     ("setting", "name"),
     [
         (NATIVE, "DraftModel"),
-        (NATIVE, "a tree"),
-        ("float32, xla", "DraftModel"),
+        pytest.param(NATIVE, "a tree", marks=pytest.mark.slow),
+        pytest.param("float32, xla", "DraftModel", marks=pytest.mark.slow),
         pytest.param(
             "float32, xla", "DraftModel of the target, a beam tree", marks=pytest.mark.slow
         ),
-        (XLA, "DraftModel"),
+        pytest.param(XLA, "DraftModel", marks=pytest.mark.slow),
         (XLA, "Oracle"),
     ],
     indirect=["setting"],

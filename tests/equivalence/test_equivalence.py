@@ -104,15 +104,16 @@ DRAFTERS = {
         target, mode="sequential", **FLEX
     ),
 }
-LONGER = (  # the table is quicker without
-    "DraftModel, a fixed shape",
-    "NGram of three branches",
-    "Heads of Medusa, a fixed shape",
-    "Heads of Hydra, a chain",
-    "Heads of Clover-2, a beam tree",
-    "FlexDraft of copied projectors, parallel",
-    "FlexDraft of copied projectors, sequential",
-)
+# The tier of those without which the table is quicker.
+LONGER = {
+    "DraftModel, a fixed shape": pytest.mark.slow,
+    "NGram of three branches": pytest.mark.system,
+    "Heads of Medusa, a fixed shape": pytest.mark.slow,
+    "Heads of Hydra, a chain": pytest.mark.system,
+    "Heads of Clover-2, a beam tree": pytest.mark.system,
+    "FlexDraft of copied projectors, parallel": pytest.mark.slow,
+    "FlexDraft of copied projectors, sequential": pytest.mark.system,
+}
 # Settings: dtype, kernels, and the dtype of KV where it is not that of the model.
 NATIVE, XLA = "float32, default", "bfloat16, xla"
 INT8_XLA, INT8_NATIVE = "float32, xla, int8", "bfloat16, native, int8"
@@ -123,17 +124,17 @@ IN_BFLOAT16 = {  # where each tier has those that differ in how they score and s
     "Heads of Clover, a budget": (),
     "FlexDraft, parallel": (),
     "DraftModel of the target, a beam tree": pytest.mark.system,
-    "Oracle with cost": pytest.mark.system,
+    "Oracle with cost": pytest.mark.slow,
     "drafts that ride along": pytest.mark.system,
     "FlexDraft of copied projectors, sequential": pytest.mark.system,
 }
 TABLE = [
-    *(pytest.param(NATIVE, x, marks=[pytest.mark.system] * (x in LONGER)) for x in DRAFTERS),
+    *(pytest.param(NATIVE, x, marks=LONGER.get(x, ())) for x in DRAFTERS),
     *(pytest.param(XLA, x, marks=IN_BFLOAT16.get(x, pytest.mark.slow)) for x in DRAFTERS),
     pytest.param(INT8_XLA, "a tree"),
     pytest.param(INT8_NATIVE, "a tree", marks=needs_native),
-    pytest.param("float32, native, int8", "a tree", marks=[needs_native, pytest.mark.system]),
-    pytest.param("float32, pallas, int8", "a tree", marks=pytest.mark.system),
+    pytest.param("float32, native, int8", "a tree", marks=[needs_native, pytest.mark.slow]),
+    pytest.param("float32, pallas, int8", "a tree", marks=pytest.mark.slow),
     *(
         pytest.param(kind, x, marks=[pytest.mark.system, *marks])
         for kind, marks in ((INT8_XLA, []), (INT8_NATIVE, [needs_native]))
@@ -154,10 +155,10 @@ FEW = [
         (NATIVE, "FlexDraft, parallel", ()),
         (NATIVE, "NGram of three branches", pytest.mark.system),
         (NATIVE, "Heads of Clover, a budget", pytest.mark.system),
-        (NATIVE, "FlexDraft of copied projectors, sequential", pytest.mark.system),
+        (NATIVE, "FlexDraft of copied projectors, sequential", pytest.mark.slow),
         (XLA, "FlexDraft, parallel", pytest.mark.system),
         (XLA, "Heads of Clover, a budget", pytest.mark.system),
-        (XLA, "Oracle with cost", pytest.mark.system),
+        (XLA, "Oracle with cost", pytest.mark.slow),
         (XLA, "DraftModel of the target, a beam tree", pytest.mark.system),
         (INT8_XLA, "NGram", pytest.mark.system),
         (INT8_NATIVE, "NGram", [needs_native, pytest.mark.system]),
