@@ -222,6 +222,7 @@ TIERS = {
 }
 
 
+@functools.cache
 def tier_of(path: pathlib.Path) -> str:
     """The tier of a test file."""
     return next((tier for tier, places in TIERS.items() if is_under(path, places)), "engine")
