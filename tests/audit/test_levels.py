@@ -234,7 +234,10 @@ def test_the_embedded_pair(dtype, temperature):
     "settings",
     [
         {"layout": "aligned", "scheduler": Static()},
-        {"layout": "aligned", "scheduler": Pool(window_size=6, sort_by_length=True)},
+        pytest.param(
+            {"layout": "aligned", "scheduler": Pool(window_size=6, sort_by_length=True)},
+            marks=pytest.mark.slow,
+        ),
         {"exactness": "ties"},
     ],
     ids=["static", "pool", "ties"],

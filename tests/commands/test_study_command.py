@@ -146,6 +146,7 @@ def test_other_tokens_and_counts_are_noticed(studied):
         cells["batch-1-1024"][name] += 1
 
 
+@pytest.mark.slow
 def test_an_interrupted_study_is_resumed_and_extended(
     tmp_path, corpora, target, prompts, studied, monkeypatch
 ):

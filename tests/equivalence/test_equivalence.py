@@ -136,8 +136,11 @@ TABLE = [
     pytest.param("float32, native, int8", "a tree", marks=[needs_native, pytest.mark.slow]),
     pytest.param("float32, pallas, int8", "a tree", marks=pytest.mark.slow),
     *(
-        pytest.param(kind, x, marks=[pytest.mark.system, *marks])
-        for kind, marks in ((INT8_XLA, []), (INT8_NATIVE, [needs_native]))
+        pytest.param(kind, x, marks=marks)
+        for kind, marks in (
+            (INT8_XLA, [pytest.mark.slow]),
+            (INT8_NATIVE, [needs_native, pytest.mark.system]),
+        )
         for x in (
             "FlexDraft of copied projectors, parallel",
             "FlexDraft of copied projectors, sequential",
@@ -156,11 +159,11 @@ FEW = [
         (NATIVE, "NGram of three branches", pytest.mark.system),
         (NATIVE, "Heads of Clover, a budget", pytest.mark.system),
         (NATIVE, "FlexDraft of copied projectors, sequential", pytest.mark.slow),
-        (XLA, "FlexDraft, parallel", pytest.mark.system),
+        (XLA, "FlexDraft, parallel", pytest.mark.slow),
         (XLA, "Heads of Clover, a budget", pytest.mark.system),
         (XLA, "Oracle with cost", pytest.mark.slow),
         (XLA, "DraftModel of the target, a beam tree", pytest.mark.system),
-        (INT8_XLA, "NGram", pytest.mark.system),
+        (INT8_XLA, "NGram", pytest.mark.slow),
         (INT8_NATIVE, "NGram", [needs_native, pytest.mark.system]),
         ("float32, pallas, int8", "NGram", pytest.mark.slow),
     )
