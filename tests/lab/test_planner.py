@@ -187,14 +187,14 @@ MANY = [
             {},
             SLOW,
         ),
-        ("glm4", Rejection, "bfloat16", {"batch_size": 5, "draft_length": 1}, {}),
+        ("glm4", Rejection, "bfloat16", {"batch_size": 5, "draft_length": 1}, {}, SLOW),
         ("qwen3", Coupled, "bfloat16", {"batch_size": 2, "max_length": 512}, {}),
         ("glm4", Coupled, "float32", {"batch_size": 1, "draft_length": 8}, {}, SLOW),
-        ("qwen3", Rejection, "float32", {"batch_size": 5, "draft_length": 8, **INT8}, INT8),
-        ("glm4", Coupled, "bfloat16", {"batch_size": 8}, INT8),
+        ("qwen3", Rejection, "float32", {"batch_size": 5, "draft_length": 8, **INT8}, INT8, SLOW),
+        ("glm4", Coupled, "bfloat16", {"batch_size": 8}, INT8, SLOW),
         ("qwen3", Coupled, "float32", {"max_length": 1024, "draft_kv_window": 128}, {}),
         ("glm4", Rejection, "float32", {"max_length": 1024, "draft_kv_window": 256}, INT8),
-        ("qwen3", Rejection, "bfloat16", {"batch_size": 8, **INT8}, {}),
+        ("qwen3", Rejection, "bfloat16", {"batch_size": 8, **INT8}, {}, SLOW),
         ("glm4", Coupled, "float32", {"batch_size": 5, "draft_length": 6, **INT8}, INT8, SLOW),
     )
 ]
@@ -676,7 +676,7 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
 @pytest.mark.system
 @pytest.mark.parametrize(
     ("mode", "batch"),
-    [("auto", 1), ("auto", 4), pytest.param("sequential", 1, marks=SLOW)],
+    [pytest.param("auto", 1, marks=SLOW), ("auto", 4), pytest.param("sequential", 1, marks=SLOW)],
 )
 def test_flexdraft_is_planned_with_its_scratch_slots(mode, batch, monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
