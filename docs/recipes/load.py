@@ -70,7 +70,7 @@ async def ask_all(url, target, prompts, num_clients):
 def generate(engine, prompts, max_tokens=MAX_TOKENS):
     """One turn of the engine: tokens per second."""
     started_s = time.perf_counter()
-    done = engine.generate(prompts, max_tokens=max_tokens)
+    done = engine.generate(prompts, {"max_tokens": max_tokens})
     spent_s = time.perf_counter() - started_s
     return {"tokens_per_s": sum(len(one.token_ids) for one in done) / spent_s}
 
@@ -92,7 +92,7 @@ def measure(model, target, servers, num_clients):
     """The rows of one number of clients."""
     engine = jaxspec.Engine(model, batch_size=num_clients, max_length=1024)
     engine.warm_up()
-    prompts = PROMPTS[: max(4, min(2 * num_clients, 32))]
+    prompts = PROMPTS[: min(2 * num_clients, 32)]
     turns = {name: [] for name in servers}
     engine_turns, prefills, loads = [], [], []
     for turn in range(TURNS + 1):  # the first is not counted
@@ -102,6 +102,7 @@ def measure(model, target, servers, num_clients):
         engine_turns.append(generate(engine, prompts))
         prefills.append(1e3 / generate(engine, prompts[:1], max_tokens=1)["tokens_per_s"])
         loads.append(os.getloadavg()[0])
+        print(f"{num_clients} clients, turn {turn} of {TURNS}", file=sys.stderr)
     beside = {"clients": num_clients, "requests": len(prompts), "load_average": max(loads)}
     alone = {
         "tokens_per_s": statistics.median(turn["tokens_per_s"] for turn in engine_turns[1:]),
@@ -110,8 +111,7 @@ def measure(model, target, servers, num_clients):
     rows = [{**beside, "who": "Engine.generate", **alone}]
     for name in servers:
         rows.append({**beside, "who": name, **summary(turns[name][1:], engine_turns[1:])})
-    for row in rows:
-        print(row, file=sys.stderr)
+    print(*rows, sep="\n", file=sys.stderr)
     return rows
 
 
