@@ -3,9 +3,9 @@
     python docs/recipes/load.py TARGET NAME=http://127.0.0.1:8000/v1 [NAME=URL ...] > load.json
 
 Each server must serve TARGET under that name. In turns, each server answers the same greedy
-requests, streamed, to so many clients at a time; and `Engine.generate` decodes them as a list, with
-as many rows. Needs the package openai. `CLIENTS`, `TURNS`, `MAX_TOKENS` and `DTYPE` are environment
-variables.
+requests, streamed, to so many clients at a time; and `Engine.generate` decodes the same list, as
+many at a time. Needs the package openai. `CLIENTS`, `TURNS`, `MAX_TOKENS`, and the engine's `DTYPE`
+and `BATCH_SIZE`, which should be those of the servers, are environment variables.
 """
 
 import asyncio
@@ -24,6 +24,7 @@ from jaxspec.runtime.documents import document_text, provenance
 CLIENTS = [int(number) for number in os.environ.get("CLIENTS", "1 4 8 32").split()]
 TURNS = int(os.environ.get("TURNS", "5"))
 MAX_TOKENS = int(os.environ.get("MAX_TOKENS", "32"))
+BATCH_SIZE = int(os.environ.get("BATCH_SIZE", "8"))
 DTYPE = os.environ.get("DTYPE") or None  # default: the checkpoint's
 PROMPTS = [line.prompt[:400] for line in sample_prompts()]
 
@@ -67,12 +68,14 @@ async def ask_all(url, target, prompts, num_clients):
     }
 
 
-def generate(engine, prompts, max_tokens=MAX_TOKENS):
+def generate(engine, prompts, num_clients, max_tokens=MAX_TOKENS):
     """One turn of the engine: tokens per second."""
-    started_s = time.perf_counter()
-    done = engine.generate(prompts, {"max_tokens": max_tokens})
-    spent_s = time.perf_counter() - started_s
-    return {"tokens_per_s": sum(len(one.token_ids) for one in done) / spent_s}
+    at_once = num_clients if num_clients < BATCH_SIZE else len(prompts)
+    started_s, number = time.perf_counter(), 0
+    for start in range(0, len(prompts), at_once):
+        done = engine.generate(prompts[start : start + at_once], {"max_tokens": max_tokens})
+        number += sum(len(one.token_ids) for one in done)
+    return {"tokens_per_s": number / (time.perf_counter() - started_s)}
 
 
 def summary(turns, engine_turns):
@@ -88,10 +91,8 @@ def summary(turns, engine_turns):
     return found
 
 
-def measure(model, target, servers, num_clients):
+def measure(engine, target, servers, num_clients):
     """The rows of one number of clients."""
-    engine = jaxspec.Engine(model, batch_size=num_clients, max_length=1024)
-    engine.warm_up()
     prompts = PROMPTS[: min(2 * num_clients, 32)]
     turns = {name: [] for name in servers}
     engine_turns, prefills, loads = [], [], []
@@ -99,8 +100,8 @@ def measure(model, target, servers, num_clients):
         order = list(servers.items())
         for name, url in order if turn % 2 else order[::-1]:
             turns[name].append(asyncio.run(ask_all(url, target, prompts, num_clients)))
-        engine_turns.append(generate(engine, prompts))
-        prefills.append(1e3 / generate(engine, prompts[:1], max_tokens=1)["tokens_per_s"])
+        engine_turns.append(generate(engine, prompts, num_clients))
+        prefills.append(1e3 / generate(engine, prompts[:1], 1, max_tokens=1)["tokens_per_s"])
         loads.append(os.getloadavg()[0])
         print(f"{num_clients} clients, turn {turn} of {TURNS}", file=sys.stderr)
     beside = {"clients": num_clients, "requests": len(prompts), "load_average": max(loads)}
@@ -119,9 +120,12 @@ def main(target, *named):
     """Prints the document."""
     servers = dict(each.split("=", 1) for each in named)
     model = jaxspec.load_model(target, dtype=DTYPE)
+    engine = jaxspec.Engine(model, batch_size=BATCH_SIZE, max_length=1024)
+    engine.warm_up()
     name, dtype = os.path.basename(target), str(model.params["embedding"].dtype)
-    config = {"target": name, "dtype": dtype, "max_tokens": MAX_TOKENS, "turns": TURNS}
-    rows = [row for number in CLIENTS for row in measure(model, target, servers, number)]
+    config = {"target": name, "dtype": dtype, "batch_size": BATCH_SIZE}
+    config |= {"max_tokens": MAX_TOKENS, "turns": TURNS}
+    rows = [row for number in CLIENTS for row in measure(engine, target, servers, number)]
     document = {"command": "docs/recipes/load.py", "config": config, "results": rows}
     print(document_text(document | provenance()))
 
