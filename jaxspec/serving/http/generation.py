@@ -135,13 +135,14 @@ class Generation:
         if body.speculate is not None:
             options["speculate"] = body.speculate
         longest_draft = service.engine.shape.verify_length - 1  # 0 without a drafter
-        if body.draft_length is not None and not 1 <= body.draft_length <= max(longest_draft, 1):
-            raise SettingError(
-                f"draft_length {shown(body.draft_length)} was given; it must be from 1 to "
-                f"{max(longest_draft, 1)}."
-            )
-        if body.draft_length is not None and longest_draft and body.speculate is not False:
-            options["draft_length"] = body.draft_length
+        if (length := body.draft_length) is not None:
+            if not 1 <= length <= max(longest_draft, 1):
+                raise SettingError(
+                    f"draft_length {shown(length)} was given; it must be from 1 to "
+                    f"{max(longest_draft, 1)}."
+                )
+            if longest_draft and body.speculate is not False:
+                options["draft_length"] = length
         samples, astream = each_sample(params), service.engine.astream
         if self.session is not None and len(prompts) * len(samples) > 1:
             raise SettingError(
@@ -246,20 +247,22 @@ class Generation:
             "prompt_logprobs": found and protocol.prompt_logprobs(tokenizer, found, num_top=num_top)
         }
 
+    def prompt_of(self, index: int) -> int:
+        """The number of the prompt of a choice."""
+        return index * len(self.prompts) // (len(self.streams) * self.copies)
+
     def ids_of(self, index: int, token_ids: Sequence[int]) -> dict[str, Any]:
         """Token ids, if they were asked for."""
         if not self.body.return_token_ids:
             return {}
-        per_prompt = len(self.streams) * self.copies // len(self.token_ids)
-        prompt = self.token_ids[index // per_prompt]
+        prompt = self.token_ids[self.prompt_of(index)]
         return {"prompt_token_ids": list(prompt), "token_ids": list(token_ids)}
 
     def echoed(self, index: int) -> str:
         """The text of the prompt of a choice, if it is to be repeated."""
         if not getattr(self.body, "echo", False):
             return ""
-        per_prompt = len(self.streams) * self.copies // len(self.token_ids)
-        prompt = self.prompts[index // per_prompt]
+        prompt = self.prompts[self.prompt_of(index)]
         return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
     def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Any) -> Any:

@@ -244,8 +244,7 @@ class Service:
                 f"The model {engine.target.name} has no tokenizer, so it has no text to serve; "
                 "name another."
             )
-        defaults: dict[str, Any] = {"temperature": 1.0}
-        self.defaults = SamplingParams(**defaults)
+        self.defaults = SamplingParams(temperature=1.0)
         if settings.generation_config == "model":
             target: Any = engine.target
             self.defaults = SamplingParams.from_generation_config(target)
@@ -303,14 +302,13 @@ class Service:
                 "(allow_request_template); leave it out."
             )
         is_chat = isinstance(prompt, list) and isinstance(prompt[0] if prompt else None, Mapping)
-        ids = prompt_token_ids(
+        return prompt_token_ids(
             prompt,
             self.engine.target,
             name=name,
             chat_template=(given or self.settings.chat_template) if is_chat else None,
             chat_template_kwargs=getattr(body, "chat_template_kwargs", None),
         )
-        return ids
 
     def model_entry(self) -> dict[str, Any]:
         """The model, as `/v1/models` lists it."""

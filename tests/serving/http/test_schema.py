@@ -9,7 +9,8 @@ from served import served
 
 schemathesis = pytest.importorskip("schemathesis")
 
-NUM_EXAMPLES = 40  # for each operation with a body or a parameter, of which there are five
+# Examples for each operation with a body or a parameter, of which there are five.
+NUM_EXAMPLES = [40, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 
 
 def check(case):
@@ -19,10 +20,11 @@ def check(case):
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
 
 
-def test_no_request_fails():
+@pytest.mark.parametrize("number", NUM_EXAMPLES)
+def test_no_request_fails(number):
     engine = engines.engine("text", "ngram", max_logprobs=3)
     settings = hypothesis.settings(
-        max_examples=NUM_EXAMPLES,
+        max_examples=number,
         deadline=None,
         derandomize=True,
         suppress_health_check=list(hypothesis.HealthCheck),
