@@ -123,6 +123,10 @@ def _is_cache(node: PyTree) -> bool:
     return isinstance(node, KVCache)
 
 
+def _is_layer(node: PyTree) -> bool:
+    return isinstance(node, LayerCache)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedLoop:
     """The functions of `decode.loop` for all shards of a mesh.
@@ -181,6 +185,14 @@ class ShardedLoop:
             "drafter": param_shardings(self.parts.drafter, self.mesh),
         }
 
+    @property
+    def is_drafter_split(self) -> bool | None:
+        """Whether the `model` axis splits the drafter's parameters, or every device has all of
+        them; None if there is nothing to split."""
+        specs = param_specs(self.parts.drafter, self.mesh.shape[MODEL])
+        has_any = bool(jax.tree.leaves(specs, is_leaf=_is_spec)) and self.mesh.shape[MODEL] > 1
+        return _is_split(specs) if has_any else None
+
     def place(self, params: PyTree) -> PyTree:
         """Parameters on the devices they belong to; those already there are not moved."""
         return jax.device_put(params, self.param_shardings)
@@ -198,12 +210,12 @@ class ShardedLoop:
             specs = () if owner is None else param_specs(owner, num_shards)
 
             def of_node(node):
-                if not isinstance(node, LayerCache):
+                if not _is_layer(node):
                     return by_data
                 is_split = _is_split(specs) and node.num_heads % num_shards == 0
                 return jax.tree.map(lambda _: by_heads if is_split else by_data, node)
 
-            return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, LayerCache))
+            return jax.tree.map(of_node, state, is_leaf=_is_layer)
 
         state = jax.eval_shape(self._of_shard.init)
         return of(state, None).replace(
@@ -240,10 +252,22 @@ class ShardedLoop:
 
     def _inside(self, state: DecodeState) -> DecodeState:
         """One shard's part of the state, in the form that the loop uses."""
-        return self._for_shared(state, lambda leaf: leaf[0])
+        state = self._for_shared(state, lambda leaf: leaf[0])
+
+        def of(node: PyTree, sharding: PyTree) -> PyTree:
+            if not _is_layer(node) or MODEL not in sharding.k.spec:
+                return node
+            return node.replace(heads_axis=MODEL)
+
+        return jax.tree.map(of, state, self.state_shardings, is_leaf=_is_layer)
 
     def _outside(self, state: DecodeState) -> DecodeState:
         """The loop's state, in the form of one shard's part."""
+
+        def of(node: PyTree) -> PyTree:
+            return node.replace(heads_axis=None) if _is_layer(node) else node
+
+        state = jax.tree.map(of, state, is_leaf=_is_layer)
         return self._for_shared(state, lambda leaf: leaf[None])
 
     def _for_shared(self, state: DecodeState, change) -> DecodeState:
