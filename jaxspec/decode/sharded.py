@@ -252,23 +252,24 @@ class ShardedLoop:
 
     def _inside(self, state: DecodeState) -> DecodeState:
         """One shard's part of the state, in the form that the loop uses."""
-        state = self._for_shared(state, lambda leaf: leaf[0])
-
-        def of(node: PyTree, sharding: PyTree) -> PyTree:
-            if not _is_layer(node) or MODEL not in sharding.k.spec:
-                return node
-            return node.replace(heads_axis=MODEL)
-
-        return jax.tree.map(of, state, self.state_shardings, is_leaf=_is_layer)
+        return self._for_shared(state, lambda leaf: leaf[0])
 
     def _outside(self, state: DecodeState) -> DecodeState:
         """The loop's state, in the form of one shard's part."""
+        return self._for_shared(state, lambda leaf: leaf[None])
 
-        def of(node: PyTree) -> PyTree:
+    def _with_heads_axes(self, function, state: DecodeState) -> DecodeState:
+        """`function(state)`, which runs models, with KV that says which axis splits its heads."""
+
+        def of(node: PyTree, sharding: PyTree) -> PyTree:
+            is_split = _is_layer(node) and MODEL in sharding.k.spec
+            return node.replace(heads_axis=MODEL) if is_split else node
+
+        def plain(node: PyTree) -> PyTree:
             return node.replace(heads_axis=None) if _is_layer(node) else node
 
-        state = jax.tree.map(of, state, is_leaf=_is_layer)
-        return self._for_shared(state, lambda leaf: leaf[None])
+        after = function(jax.tree.map(of, state, self.state_shardings, is_leaf=_is_layer))
+        return jax.tree.map(plain, after, is_leaf=_is_layer)
 
     def _for_shared(self, state: DecodeState, change) -> DecodeState:
         """The state with `change` applied to all arrays without a row axis. Caches belong to their
@@ -373,9 +374,10 @@ class ShardedLoop:
 
         def on_shard(params, state, rows, starts):
             rows, starts = rows[0], starts[0]
-            return self._if(
-                rows[0] >= 0, lambda state: function(params, state, rows, starts), state
+            read = functools.partial(
+                self._with_heads_axes, lambda state: function(params, state, rows, starts)
             )
+            return self._if(rows[0] >= 0, read, state)
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(DATA)))
         return on_shards(params, state, rows, starts)
@@ -387,7 +389,10 @@ class ShardedLoop:
         `min_running` (`[D]` int32) rows are left."""
 
         def on_shard(params, state, num_rounds, min_running):
-            state = self._of_shard.run(params, self._inside(state), num_rounds, min_running[0])
+            state = self._with_heads_axes(
+                lambda state: self._of_shard.run(params, state, num_rounds, min_running[0]),
+                self._inside(state),
+            )
             return self._outside(state)
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(), P(DATA)))

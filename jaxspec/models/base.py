@@ -293,9 +293,9 @@ class LanguageModel:
         """Parameters in the form that the kernels read fastest, from any form that
         `jaxspec.models.decoder` takes: as they are stored, or as this method returned them.
 
-        The C++ kernels store weights in their own order, as `PackedWeight`. On a CPU a tied model
-        keeps its embedding once, as a `TiedEmbedding`. `jaxspec.kernels.base.unpacked` turns both
-        into plain arrays. A tied model needs no `head`; one that is given is left out.
+        The C++ kernels and TPUs have weights in a form of their own, as `PackedWeight`. On a CPU a
+        tied model keeps its embedding once, as a `TiedEmbedding`. `jaxspec.kernels.base.unpacked`
+        turns both into plain arrays. A tied model needs no `head`; one that is given is left out.
 
         Raises:
           SettingError: the config says that the head is tied to the embedding, and another head was

@@ -252,7 +252,9 @@ class NativeKernels(Kernels):
     def pack(self, weight, num_input_axes=1):
         """A `PackedWeight`, if `product` supports its dtype and it is not split over devices."""
         if isinstance(weight, PackedWeight):
-            return weight if weight.data.dtype in _DTYPES else unpacked(weight)
+            if weight.data.dtype in _DTYPES and not weight.is_matrix:
+                return weight
+            weight = unpacked(weight)
         if not _can_pack(weight, num_input_axes):
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
