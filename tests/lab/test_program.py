@@ -194,7 +194,8 @@ def weight_moves(*, is_packed):
         text = compile_for("v5e", forward, model.params, cache, window.slots, window, donated=1)
     weights = [leaf for leaf in jax.tree.leaves(model.params["layers"]) if leaf.ndim > 1]
     shapes = {f"bf16[{','.join(map(str, leaf.shape))}]" for leaf in weights}
-    return Hlo(text.hlo).moves_of(shapes, with_entry=True)
+    moves = Hlo(text.hlo).moves_of(shapes, with_entry=True)
+    return [move for move in moves if "copy-start" not in move]  # fetches into the core's memory
 
 
 @needs("v5e")
