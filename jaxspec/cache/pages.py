@@ -63,6 +63,8 @@ class LayerCache(struct.PyTreeNode):
       is_written_by_head: static, whether writes go head by head, as they do on a TPU. For a write
         of all heads at once, XLA would lay the pages out differently there from reading, and copy
         the cache between the two layouts in every layer.
+      heads_axis: static, the mesh axis over which the heads are split, if any, while a program is
+        traced in which the compiler splits arrays over mesh axes.
     """
 
     k: jax.Array
@@ -70,6 +72,7 @@ class LayerCache(struct.PyTreeNode):
     k_scale: jax.Array | None = None
     v_scale: jax.Array | None = None
     is_written_by_head: bool = struct.field(pytree_node=False, default=False)
+    heads_axis: str | None = struct.field(pytree_node=False, default=None)
 
     @property
     def is_quantised(self) -> bool:

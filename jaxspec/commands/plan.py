@@ -77,6 +77,9 @@ class PlanCommand(JsonOption):
     """Probability that a drafted token is accepted, the same at every position; or measured
     probabilities that at least 1, 2, ... drafted tokens are, for a tree that its first, second, ...
     node is."""
+    window_acceptance: tuple[float, ...] | None = None
+    """The same for a draft model that keeps a window of its KV; `jaxspec compare` measures both.
+    Default: those of --acceptance."""
     dtype: DtypeName | None = None
     """Dtype of the weights; default: that which the model is loaded in. A preset has bfloat16, and
     float32 when the plan is for this machine's CPU."""
@@ -110,9 +113,8 @@ class PlanCommand(JsonOption):
                     context=self.context,
                     device=self.device,
                     keep=self.keep,
-                    acceptance=(
-                        self.acceptance[0] if len(self.acceptance) == 1 else self.acceptance
-                    ),
+                    acceptance=_one_or_all(self.acceptance) or 0.0,
+                    window_acceptance=_one_or_all(self.window_acceptance),
                     dtype=self.dtype,
                     scheduler=self.scheduler,
                     max_logprobs=self.max_logprobs,
@@ -207,3 +209,8 @@ def parse_mesh(text: str) -> tuple[int, int]:
             raise SettingError(f"--mesh {text} was given; write it as data=1,model=8.")
         axes[match.group(1)] = int(match.group(2))
     return axes["data"], axes["model"]
+
+
+def _one_or_all(chances: tuple[float, ...] | None) -> float | tuple[float, ...] | None:
+    """One probability for every position, or one for each."""
+    return chances[0] if chances is not None and len(chances) == 1 else chances

@@ -123,6 +123,10 @@ def _is_cache(node: PyTree) -> bool:
     return isinstance(node, KVCache)
 
 
+def _is_layer(node: PyTree) -> bool:
+    return isinstance(node, LayerCache)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedLoop:
     """The functions of `decode.loop` for all shards of a mesh.
@@ -181,6 +185,14 @@ class ShardedLoop:
             "drafter": param_shardings(self.parts.drafter, self.mesh),
         }
 
+    @property
+    def is_drafter_split(self) -> bool | None:
+        """Whether the `model` axis splits the drafter's parameters, or every device has all of
+        them; None if there is nothing to split."""
+        specs = param_specs(self.parts.drafter, self.mesh.shape[MODEL])
+        has_any = bool(jax.tree.leaves(specs, is_leaf=_is_spec)) and self.mesh.shape[MODEL] > 1
+        return _is_split(specs) if has_any else None
+
     def place(self, params: PyTree) -> PyTree:
         """Parameters on the devices they belong to; those already there are not moved."""
         return jax.device_put(params, self.param_shardings)
@@ -198,12 +210,12 @@ class ShardedLoop:
             specs = () if owner is None else param_specs(owner, num_shards)
 
             def of_node(node):
-                if not isinstance(node, LayerCache):
+                if not _is_layer(node):
                     return by_data
                 is_split = _is_split(specs) and node.num_heads % num_shards == 0
                 return jax.tree.map(lambda _: by_heads if is_split else by_data, node)
 
-            return jax.tree.map(of_node, state, is_leaf=lambda node: isinstance(node, LayerCache))
+            return jax.tree.map(of_node, state, is_leaf=_is_layer)
 
         state = jax.eval_shape(self._of_shard.init)
         return of(state, None).replace(
@@ -245,6 +257,19 @@ class ShardedLoop:
     def _outside(self, state: DecodeState) -> DecodeState:
         """The loop's state, in the form of one shard's part."""
         return self._for_shared(state, lambda leaf: leaf[None])
+
+    def _with_heads_axes(self, function, state: DecodeState) -> DecodeState:
+        """`function(state)`, which runs models, with KV that says which axis splits its heads."""
+
+        def of(node: PyTree, sharding: PyTree) -> PyTree:
+            is_split = _is_layer(node) and MODEL in sharding.k.spec
+            return node.replace(heads_axis=MODEL) if is_split else node
+
+        def plain(node: PyTree) -> PyTree:
+            return node.replace(heads_axis=None) if _is_layer(node) else node
+
+        after = function(jax.tree.map(of, state, self.state_shardings, is_leaf=_is_layer))
+        return jax.tree.map(plain, after, is_leaf=_is_layer)
 
     def _for_shared(self, state: DecodeState, change) -> DecodeState:
         """The state with `change` applied to all arrays without a row axis. Caches belong to their
@@ -349,9 +374,10 @@ class ShardedLoop:
 
         def on_shard(params, state, rows, starts):
             rows, starts = rows[0], starts[0]
-            return self._if(
-                rows[0] >= 0, lambda state: function(params, state, rows, starts), state
+            read = functools.partial(
+                self._with_heads_axes, lambda state: function(params, state, rows, starts)
             )
+            return self._if(rows[0] >= 0, read, state)
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(DATA), P(DATA)))
         return on_shards(params, state, rows, starts)
@@ -363,7 +389,10 @@ class ShardedLoop:
         `min_running` (`[D]` int32) rows are left."""
 
         def on_shard(params, state, num_rounds, min_running):
-            state = self._of_shard.run(params, self._inside(state), num_rounds, min_running[0])
+            state = self._with_heads_axes(
+                lambda state: self._of_shard.run(params, state, num_rounds, min_running[0]),
+                self._inside(state),
+            )
             return self._outside(state)
 
         on_shards = self._on_shards(on_shard, (P(), P(DATA), P(), P(DATA)))

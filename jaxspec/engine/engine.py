@@ -15,7 +15,7 @@ from jaxspec.engine.config import EngineConfig, EngineSettings
 from jaxspec.engine.core import EngineCore
 from jaxspec.engine.executor import Executor, executor_of
 from jaxspec.engine.intake import Intake, RequestSettings, as_chat_template
-from jaxspec.engine.memory import Memory, in_units
+from jaxspec.engine.memory import Memory, in_units, window_break_even
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import StreamOutput, Ticket
 from jaxspec.engine.saved_runs import RunSaver
@@ -563,6 +563,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "kv_dtype": kv_dtype_of(engine.target),
         "draft_kv_dtype": kv_dtype_of(getattr(drafter, "model", None)),
         "is_synthetic": bool(drafter and drafter.is_synthetic),
+        "kv_window_break_even": window_break_even(engine.executor.parts),
         "verifier": engine.verifier.name,
         "layout": engine.layout,
         "scheduler": engine.scheduler.name,
@@ -573,6 +574,7 @@ def _described(engine: Engine) -> dict[str, Any]:
         "rests": None if engine.adaptive is None else engine.adaptive.rests,
         "promise": engine.verifier.promise,
         "mesh": None if engine.mesh is None else dict(engine.mesh.shape),
+        "is_drafter_split": getattr(engine.executor.loop, "is_drafter_split", None),
         "kernels": kernels,
         "kernels_family": family_of(kernels),
         "kernels_fallback": getattr(engine.target, "kernels_fallback", None)

@@ -49,7 +49,13 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
-from jaxspec.engine.memory import Memory, fit_rows, measure_memory
+from jaxspec.engine.memory import (
+    MENTIONED_WINDOW,
+    Memory,
+    fit_rows,
+    measure_memory,
+    window_break_even,
+)
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter
@@ -597,6 +603,13 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
         mesh=config.mesh,
     )
     _log.info(executor.memory.sentence)
+    if (break_even := window_break_even(parts)) is not None:
+        _log.info(
+            "with a kv_window of %d for the draft model, rounds of full rows would read %.2f times "
+            "the bytes; `jaxspec compare` measures which part of their tokens is left",
+            MENTIONED_WINDOW,
+            break_even,
+        )
     num_used = 1 if config.mesh is None else config.mesh.devices.size
     if (unused := unused_accelerator()) is not None:
         warn_once(unused)

@@ -23,7 +23,9 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import SCORED_TOGETHER
 from jaxspec.decode.settings import home_of
 from jaxspec.decode.sharded import ShardedLoop
+from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.errors import SettingError
+from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.compilation import shapes_at
 from jaxspec.runtime.host_limits import free_memory
 from jaxspec.runtime.values import LARGEST_BYTES, whole_number
@@ -35,6 +37,10 @@ from jaxspec.types import PyTree
 # token for the whole window. A test compares both with compiled rounds.
 ARRAYS_PER_DRAW = 11
 ARRAYS_PER_COMPARISON = 6
+
+# A window of its KV is mentioned for a draft model in rows of this many slots, and where rounds
+# would read this many times fewer bytes with it.
+MENTIONED_WINDOW, LEAST_LENGTH, LEAST_GAIN = 512, 4096, 1.1
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -243,6 +249,37 @@ def measure_memory(loop: DecodeLoop | ShardedLoop) -> Memory:
     if memory.free_bytes is not None and memory.needed_bytes > memory.free_bytes:
         raise SettingError(_does_not_fit(loop, memory, where))
     return memory
+
+
+def window_break_even(parts: RoundParts) -> float | None:
+    """The bytes that a round of full rows would read if the draft model had a `kv_window` of
+    `MENTIONED_WINDOW`, as a fraction of what it reads: where reading memory decides how long a
+    round takes, the window pays if rounds emit more than this fraction of their tokens with it.
+
+    None where that is not worth a mention (see `LEAST_LENGTH`), and where there is a window or no
+    draft model.
+    """
+    drafter, shape = parts.drafter, parts.shape
+    if not isinstance(drafter, DraftModel) or drafter.kv_window or shape.max_length < LEAST_LENGTH:
+        return None
+    target, draft = parts.target, drafter.model
+    if not isinstance(target, LanguageModel) or not isinstance(draft, LanguageModel):
+        return None
+    num_steps = shape.tree_depth or shape.verify_length - 1
+    windowed, full = (
+        _bytes_read(target, shape.batch_size, shape.max_length)
+        + num_steps * _bytes_read(draft, shape.batch_size, num_slots)
+        for num_slots in (MENTIONED_WINDOW + BLOCK, shape.max_length)
+    )
+    return windowed / full if full >= LEAST_GAIN * windowed else None
+
+
+def _bytes_read(model: LanguageModel, num_rows: int, num_slots: int) -> float:
+    """Bytes of its weights, and of the KV of rows of this length that its layers see."""
+    layers = jax.eval_shape(lambda: model.init_cache(num_rows, BLOCK)).layers
+    spans = (model.config.sliding_window(index) for index in range(len(layers)))
+    num_blocks = sum(min(num_slots, span or num_slots) for span in spans) / BLOCK
+    return num_bytes(model.params) + num_bytes(layers[0]) * num_blocks
 
 
 def num_bytes(tree: PyTree) -> int:

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import lax
+from jax.sharding import AxisType
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.highest import Highest, highest
@@ -40,11 +41,13 @@ def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
 class PackedWeight(struct.PyTreeNode):
     """The weight of a product, in an order that allows reading it sequentially.
 
-    The columns are in panels of 16. `data[panel, i, column, j]` is the weight of input `2 i + j`;
-    it is zero past the last column, and past the last input up to a multiple of 32.
+    For the C++ kernels the columns are in panels of 16. `data[panel, i, column, j]` is the weight
+    of input `2 i + j`; it is zero past the last column, and past the last input up to a multiple of
+    32. For a TPU `data` is the weight as a matrix: XLA tiles the last two axes there, and would lay
+    out anew in every call a weight whose last axis but one is short.
 
     Attributes:
-      data: `[ceil(outputs / 16), padded inputs / 2, 16, 2]`.
+      data: `[ceil(outputs / 16), padded inputs / 2, 16, 2]`, or on a TPU `[inputs, outputs]`.
       shape: that of the weight, `[in..., out...]`.
       num_input_axes: how many of these axes are inputs.
     """
@@ -59,12 +62,19 @@ class PackedWeight(struct.PyTreeNode):
         return math.prod(self.shape[: self.num_input_axes])
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it has the form for TPUs."""
+        return self.data.ndim == 2
+
+    @property
     def output_shape(self) -> tuple[int, ...]:
         """The axes that are not inputs."""
         return self.shape[self.num_input_axes :]
 
     def unpacked(self) -> jax.Array:
         """The weight itself, of `shape`."""
+        if self.is_matrix:
+            return self.data.reshape(self.shape)
         num_panels, num_pairs, panel, _ = self.data.shape
         flat = self.data.transpose(1, 3, 0, 2).reshape(2 * num_pairs, num_panels * panel)
         return flat[: self.num_inputs, : math.prod(self.output_shape)].reshape(self.shape)
@@ -145,13 +155,21 @@ def _unpack_all(tree: PyTree, classes: Any) -> PyTree:
     return jax.tree.map(lambda n: n.unpacked() if is_packed(n) else n, tree, is_leaf=is_packed)
 
 
+def axes_of_compiler() -> frozenset[str]:
+    """The mesh axes over which XLA itself splits what is being traced. It cannot split a call that
+    it does not know, and would gather all parts on every device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in axes if kind == AxisType.Auto and mesh.shape[name] > 1)
+
+
 Product: TypeAlias = Callable[..., jax.Array]  # a backend with the signature of `product`
 FindHighest: TypeAlias = Callable[..., Highest]  # one with the signature of `highest`
 
 
 def product(
     x: jax.Array,
-    weight: jax.Array,
+    weight: jax.Array | PackedWeight,
     *,
     norm: jax.Array | None = None,
     epsilon: float = 0.0,
@@ -167,7 +185,7 @@ def product(
 
     Args:
       x: `[..., in]`; `[..., 2, in]` if it is gated.
-      weight: `[in, out...]`.
+      weight: `[in, out...]`, or a `PackedWeight` for TPUs.
       norm: `[in]` weight of an RMS norm of x (`rms_norm`), or None.
       epsilon: that of the norm.
       is_gated: x is `silu(x[..., 0, :]) * x[..., 1, :]` (SwiGLU).
@@ -178,9 +196,12 @@ def product(
         x = rms_norm(x, norm, epsilon)
     if is_gated:
         x = jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+    matrix = weight.data if isinstance(weight, PackedWeight) else weight
     made = jnp.tensordot(
-        x, weight, axes=1, precision=precision_of(x.dtype), preferred_element_type=dtype
+        x, matrix, axes=1, precision=precision_of(x.dtype), preferred_element_type=dtype
     )
+    if isinstance(weight, PackedWeight):
+        made = made.reshape(*x.shape[:-1], *weight.output_shape)
     return made if residual is None else residual + made
 
 
@@ -265,7 +286,14 @@ class Kernels:
 
         It may be given in either form, and is not copied if it already has the right one.
         """
-        return unpacked(weight)
+        is_tpu = self.platform == "tpu"
+        if is_tpu and isinstance(weight, PackedWeight) and weight.is_matrix:
+            return weight
+        weight = unpacked(weight)
+        if not is_tpu or num_input_axes > 1 or weight.ndim < 3:
+            return weight
+        data = weight.reshape(len(weight), -1)
+        return PackedWeight(data=data, shape=weight.shape, num_input_axes=num_input_axes)
 
     def product_for(self, window: Window) -> Product:
         """The product for the tokens of a window; by default `product`."""

@@ -31,9 +31,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.sharding import PartitionSpec as P
 
 from jaxspec.cache import pages as kv
-from jaxspec.kernels.base import Angles, Kernels
+from jaxspec.kernels.base import Angles, Kernels, axes_of_compiler
 from jaxspec.kernels.xla import Attention, Sums, block_attention, sink_sums, tail_sums
 from jaxspec.types import Window
 
@@ -621,6 +622,11 @@ class PallasKernels(Kernels):
         span: dict[str, Any] = {"sliding_window": sliding_window}
         if num_sinks is not None:
             span["num_sinks"] = num_sinks
+        axes = axes_of_compiler()
+        if axes:
+            return self._attend_on_shards(
+                axes, qkv, layer, table, window, angles, dtype=dtype, **span, **settings
+            )
         one = Window(start=window.start, positions=window.positions[:, :1], slots=window.slots)
         fits, one_fits = (
             self.takes(qkv, layer, each, angles, **settings) for each in (window, one)
@@ -642,6 +648,38 @@ class PallasKernels(Kernels):
             queries, table, window = in_parts(queries, table, window)
         heads = self.grouped_attention(queries, layer, table, window, dtype=dtype, **span)
         return heads.reshape(*qkv.shape[:2], -1, qkv.shape[4]), layer
+
+    def _attend_on_shards(
+        self,
+        axes: frozenset[str],
+        qkv: jax.Array,
+        layer: kv.LayerCache,
+        table: kv.Table,
+        window: Window,
+        angles: Angles,
+        *,
+        bias: jax.Array | None,
+        query_norm: jax.Array | None,
+        key_norm: jax.Array | None,
+        **settings,
+    ) -> tuple[jax.Array, kv.LayerCache]:
+        """`attend` on each device of these mesh axes, for its own KV heads and their queries; for
+        all heads if the cache is not split. Heads do not depend on each other, so devices need
+        nothing of each other, and bits are those of one device."""
+        heads_axis = layer.heads_axis
+        heads, pages = P(None, None, heads_axis), P(None, heads_axis)
+
+        def attend(qkv, layer, bias, table, window, angles, query_norm, key_norm):
+            norms = {"query_norm": query_norm, "key_norm": key_norm}
+            return self.attend(qkv, layer, table, window, angles, bias=bias, **norms, **settings)
+
+        return jax.shard_map(
+            attend,
+            in_specs=(heads, pages, P(heads_axis), *[P()] * 5),
+            out_specs=(heads, pages),
+            axis_names=axes,
+            check_vma=False,
+        )(qkv, layer, bias, table, window, angles, query_norm, key_norm)
 
     def takes(
         self, qkv: jax.Array, layer: kv.LayerCache, window: Window, angles: Angles, **settings

@@ -235,7 +235,7 @@ class LanguageModel:
       kernels: `xla`; `native`, products and attention in C++ on a CPU; `mosaic`, attention for
         Hopper GPUs; or `pallas`, attention for all GPUs (interpreted elsewhere, for tests). They
         sum in different orders, so outputs differ at ties within rounding. On a mesh that splits
-        the model, `native` falls back to `xla`, and `mosaic` and `pallas` are refused.
+        the model, `native` falls back to `xla`; `mosaic` and `pallas` run on each device's heads.
       kv_dtype: the dtype in which KV is stored: None is that of the parameters; `int8` takes half
         the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
       platform: JAX's name of the kind of device that its programs are made for.
@@ -293,9 +293,9 @@ class LanguageModel:
         """Parameters in the form that the kernels read fastest, from any form that
         `jaxspec.models.decoder` takes: as they are stored, or as this method returned them.
 
-        The C++ kernels store weights in their own order, as `PackedWeight`. On a CPU a tied model
-        keeps its embedding once, as a `TiedEmbedding`. `jaxspec.kernels.base.unpacked` turns both
-        into plain arrays. A tied model needs no `head`; one that is given is left out.
+        The C++ kernels and TPUs have weights in a form of their own, as `PackedWeight`. On a CPU a
+        tied model keeps its embedding once, as a `TiedEmbedding`. `jaxspec.kernels.base.unpacked`
+        turns both into plain arrays. A tied model needs no `head`; one that is given is left out.
 
         Raises:
           SettingError: the config says that the head is tied to the embedding, and another head was
@@ -331,13 +331,8 @@ class LanguageModel:
 
         Raises:
           SettingError: `num_shards` does not divide the heads, the feed-forward width or the
-            vocabulary, or the kernels cannot be split.
+            vocabulary.
         """
-        if num_shards > 1 and self.kernels in ("mosaic", "pallas"):
-            raise SettingError(
-                f"The model {self.name} has kernels={self.kernels!r}, which a mesh axis model of "
-                f"{num_shards} devices cannot split; load it with kernels='xla'."
-            )
         specs = decoder.param_specs(self.config, num_shards)
         if isinstance(self.params["embedding"], TiedEmbedding):
             specs["embedding"] = TiedEmbedding(head=specs["head"])

@@ -12,17 +12,20 @@ import toy
 from door import Untapped
 from live import live_kv, poison
 
-from jaxspec import DraftModel, Engine, Rejection, SamplingParams, Static
+from jaxspec import DraftModel, Engine, NGram, Rejection, SamplingParams, Static
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
+from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import make_executor
-from jaxspec.engine.memory import num_bytes
+from jaxspec.engine.memory import num_bytes, window_break_even
 from jaxspec.engine.row_store import RowStore
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import attention_inputs
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder, layers, prefill
 from jaxspec.models.config import RopeConfig
+from jaxspec.models.registry import PRESETS
+from jaxspec.models.shapes import shape_model
 from jaxspec.requests.requests import make_requests
 from jaxspec.serving import ServingEngine
 from jaxspec.testing import check_drafter
@@ -422,3 +425,49 @@ def test_what_cannot_keep_a_window_is_refused():
     with pytest.raises(SettingError, match=r"kv_window of 128 was given .* an? Untapped"):
         DraftModel(Untapped(models()[1]), kv_window=WINDOW)
     Engine(models()[0], DraftModel(models()[1]), layout="aligned", **SHAPE)
+
+
+def break_even(*, max_length=8192, **options):
+    """Of 32 rows of Qwen3-8B with Qwen3-0.6B, from shapes."""
+    target, draft = (
+        shape_model(PRESETS[name], name=name, dtype="bfloat16", is_packed=False)
+        for name in ("qwen3-8b", "qwen3-0.6b")
+    )
+    config = EngineConfig(scheduler="static", draft_length=4, batch_size=32, max_length=max_length)
+    return window_break_even(make_parts(target, DraftModel(draft, **options), config))
+
+
+def test_the_bytes_that_a_window_would_save_are_told():
+    weights = [2 * decoder.num_params(PRESETS[name]) for name in ("qwen3-8b", "qwen3-0.6b")]
+    of_token = [2 * 36 * 8 * 128 * 2, 2 * 28 * 8 * 128 * 2]  # Keys and values, layers, heads, bf16.
+
+    def round_bytes(num_slots):
+        target, draft = (
+            32 * size * tokens for size, tokens in zip(of_token, (8192, num_slots), strict=True)
+        )
+        return weights[0] + target + 4 * (weights[1] + draft)
+
+    expected = round_bytes(512 + 128) / round_bytes(8192)
+    assert break_even() == pytest.approx(expected, rel=1e-6)
+    assert 0.3 < expected < 0.4
+    assert break_even(kv_window=512) is None
+    assert break_even(max_length=2048) is None
+    assert break_even(max_length=4096) > expected
+
+
+def test_an_engine_describes_it_unless_little_would_be_saved():
+    target, draft = toy.model(num_layers=2), toy.model(seed=1, num_layers=1)
+    engine = Engine(target, DraftModel(draft), batch_size=1, max_length=4096, draft_length=1)
+    own, other = (
+        [8 * 2 * 2 * 4 * model.config.num_layers for model in (target, draft)],
+        [4 * decoder.num_params(model.config) for model in (target, draft)],
+    )
+    full, windowed = (
+        sum(other) + 4096 * own[0] + num_slots * own[1] for num_slots in (4096, 512 + 128)
+    )
+    assert engine.describe()["kv_window_break_even"] == pytest.approx(windowed / full)
+    narrow = dataclasses.replace(draft.config, sliding_windows=(100,))
+    drafters = NGram(), DraftModel(dataclasses.replace(draft, config=narrow))
+    for drafter in drafters:
+        engine = Engine(target, drafter, batch_size=1, max_length=4096, draft_length=1)
+        assert engine.describe()["kv_window_break_even"] is None

@@ -586,6 +586,17 @@ def test_ten_rows_are_predicted_to_bring_what_the_paper_measured():
     assert 6 <= ten / one < 10
 
 
+def test_a_window_of_draft_kv_has_its_own_acceptance():
+    request = make_planner(acceptance=0.8, window_acceptance=(0.5, 0.2)).request
+    whole, window = settings(draft_length=2), settings(draft_length=2, draft_kv_window=128)
+    assert request.acceptance_of(whole) == pytest.approx((0.8, 0.64))
+    assert request.acceptance_of(window) == (0.5, 0.2)
+    assert make_planner(acceptance=0.8).request.acceptance_of(window) == pytest.approx((0.8, 0.64))
+    # A draft model that costs nearly nothing is not worth a worse draft.
+    speeds = [tokens_per_s(request, each) for each in (whole, window)]
+    assert speeds[0] / speeds[1] == pytest.approx(2.44 / 1.7, rel=0.05)
+
+
 def test_the_planner_allocates_no_weights(monkeypatch):
     """Not one array of a model's size is made for a preset."""
 

@@ -16,9 +16,12 @@ from rich.console import Console
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.bench import program
-from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on
+from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
 from jaxspec.lab.bench.program import Shape, compile_prefill, compile_run, launches_per_layer
+from jaxspec.lab.cost.programs import Hlo
+from jaxspec.models.prefill import chain_window
 from jaxspec.models.registry import PRESETS
+from jaxspec.models.shapes import shape_model
 from jaxspec.runtime.environment import lacks_bfloat16
 
 pytestmark = [pytest.mark.deviceless, pytest.mark.as_shipped]
@@ -175,6 +178,38 @@ def test_a_round_on_a_tpu_copies_no_kv():
     with as_if_on("v5e"):
         found = compile_run("v5e", dataclasses.replace(SMALL, kernels="xla"))
     assert found.cache_moves == []
+
+
+def weight_moves(*, is_packed):
+    """Copies of weights of a layer of Qwen3-8B in a pass over rounds of a TPU."""
+    config = dataclasses.replace(PRESETS["qwen3-8b"], num_layers=1, vocab_size=4096)
+    with as_if_on("v5e"):
+        model = shape_model(config, name="target", dtype="bfloat16", is_packed=is_packed)
+
+        def forward(params, cache, tokens, window):
+            return model.forward(params, tokens, window, cache)
+
+        cache = jax.eval_shape(lambda: model.init_cache(8, 1024))
+        window = jax.eval_shape(lambda: chain_window(jnp.zeros((8,), jnp.int32), 5))
+        text = compile_for("v5e", forward, model.params, cache, window.slots, window, donated=1)
+    weights = [leaf for leaf in jax.tree.leaves(model.params["layers"]) if leaf.ndim > 1]
+    shapes = {f"bf16[{','.join(map(str, leaf.shape))}]" for leaf in weights}
+    moves = Hlo(text.hlo).moves_of(shapes, with_entry=True)
+    return [move for move in moves if "copy-start" not in move]  # fetches into the core's memory
+
+
+@needs("v5e")
+@pytest.mark.slow
+def test_a_pass_on_a_tpu_copies_no_weight():
+    assert weight_moves(is_packed=True) == []
+
+
+@needs("v5e")
+@pytest.mark.slow
+def test_the_check_above_sees_that_weights_as_they_are_stored_are_copied():
+    assert (
+        len(weight_moves(is_packed=False)) >= 2
+    )  # those of queries, keys and values, and of gates
 
 
 def test_a_device_that_nothing_is_known_of():

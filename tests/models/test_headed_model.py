@@ -14,7 +14,7 @@ from jaxspec import DraftModel, Engine, load_model
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import num_bytes
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import PackedWeight, TiedEmbedding, unpacked
+from jaxspec.kernels.base import XLA, PackedWeight, TiedEmbedding, unpacked
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder
 from jaxspec.models.base import HeadedModel, LanguageModel, packed_model
@@ -41,6 +41,30 @@ def test_two_steps_make_the_logits_and_rows_are_those_of_the_head(kernels, dtype
     np.testing.assert_array_equal(
         np.asarray(found, np.float32), np.asarray(head.T[tokens], np.float32)
     )
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_on_a_tpu_weights_of_products_are_matrices(dtype):
+    kernels = XLA.on("tpu")
+    params = toy.model(dtype=dtype).params
+    packed = decoder.pack_params(params, kernels)
+    layer, plain = packed["layers"][0], params["layers"][0]
+    for name in ("qkv", "gate_up"):
+        assert layer[name].data.shape == (32, plain[name].size // 32)
+        assert layer[name].shape == plain[name].shape
+        assert kernels.pack(layer[name]) is layer[name]
+        hidden = jax.random.normal(jax.random.key(0), (2, 3, 32), dtype)
+        settings = {"norm": plain["attention_norm"], "epsilon": 1e-6}
+        ours, theirs = (kernels.product(hidden, each[name], **settings) for each in (layer, plain))
+        assert ours.shape == theirs.shape == (2, 3, *plain[name].shape[1:])
+        np.testing.assert_array_equal(np.asarray(ours), np.asarray(theirs))
+        swapped = layer[name].replace(data=jnp.flip(layer[name].data, axis=1))
+        assert not np.array_equal(kernels.product(hidden, swapped, **settings), theirs)
+    for mine, other in zip(*map(jax.tree.leaves, (unpacked(packed), params)), strict=True):
+        assert mine.shape == other.shape
+        np.testing.assert_array_equal(mine, other)
+    on_cpu = decoder.pack_params(params, XLA.on("gpu"))["layers"][0]
+    assert all(isinstance(leaf, jax.Array) for leaf in on_cpu.values())
 
 
 def test_an_untied_head_that_is_packed_is_not_unpacked_for_a_few_rows():

@@ -13,13 +13,22 @@ import numpy as np
 import pytest
 import toy
 from driver import Driver
+from jax.sharding import PartitionSpec as P
+from windows import as_trees, setup
 
 import jaxspec
 from jaxspec.audit.judge import Finding, judge
 from jaxspec.audit.scoring import Scorer
 from jaxspec.decode import loop as decode_loop
 from jaxspec.decode import sharded as sharding
+from jaxspec.engine.config import EngineConfig, make_parts
+from jaxspec.kernels.pallas import PallasKernels
+from jaxspec.kernels.registry import get_kernels
 from jaxspec.models import decoder
+from jaxspec.models.config import RopeConfig
+from jaxspec.models.layers import rotary_angles
+from jaxspec.models.registry import PRESETS
+from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.requests.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(max_tokens=12)
@@ -316,7 +325,159 @@ def test_explicit_axes_and_their_order_do_not_matter():
     assert dict(ours.shape) == {"data": 2, "model": 4}
 
 
+# Kernels that the compiler cannot split: each device runs them on its own heads.
+
+PALLAS = {
+    "kernels": "pallas",
+    "num_query_heads": 8,
+    "head_size": 16,
+    "rope": RopeConfig(theta=1e4, rotary_size=16),
+}
+
+
+def attention_inputs(kind):
+    """Projections of a window of four KV heads with two query heads each, and its cache."""
+    window_length = 40 if kind == "parts" else 5
+    kv_dtype = "int8" if kind == "int8" else None
+    _, layer, table, window = setup(
+        [3, 250, 380, 40], 5, heads=4, group=2, fill=np.nan, kv_dtype=kv_dtype
+    )
+    if kind == "tree":
+        window = as_trees(window, [[0, 0, 1, 1]] * 4, depth=3)
+    if kind == "parts":
+        positions = window.start[:, None] + jnp.arange(window_length, dtype=jnp.int32)
+        window = window.replace(positions=positions, slots=positions)
+    key = jax.random.key(0)
+    qkv = jax.random.normal(key, (4, window_length, 4, 4, 16))
+    biases = {"bias": jax.random.normal(key, (4, 4, 16)), "query_norm": jnp.full((16,), 1.5)}
+    return qkv, layer, table, window, {**biases, "key_norm": jnp.full((16,), 0.5)}
+
+
+def attend(qkv, layer, table, window, parameters):
+    angles = rotary_angles(RopeConfig(theta=1e4, rotary_size=16), window.positions)
+    span = {"dtype": jnp.float32, "sliding_window": None}
+    settings = {"is_interleaved": False, "epsilon": 1e-6, **parameters, **span}
+    heads, layer = get_kernels("pallas").attend(qkv, layer, table, window, angles, **settings)
+    return heads, layer.replace(heads_axis=None)
+
+
+def attend_on_mesh(heads_axis):
+    """The same, compiled for four devices, which have a KV head each if there is an axis."""
+
+    def on_shard(qkv, layer, *rest):
+        return attend(qkv, layer.replace(heads_axis=heads_axis), *rest)
+
+    mesh = driver.mesh(data=1, model=4)
+    split = jax.sharding.NamedSharding(mesh, P(None, heads_axis))
+    whole = jax.sharding.NamedSharding(mesh, P())
+    heads = jax.sharding.NamedSharding(mesh, P(None, None, heads_axis))
+    on_shards = jax.shard_map(
+        on_shard, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"data"}, check_vma=False
+    )
+    return jax.jit(
+        on_shards,
+        in_shardings=(heads, split, whole, whole, whole),
+        out_shardings=(heads, split),
+    )
+
+
+def same_bits(ours, theirs):
+    pairs = zip(*map(jax.tree.leaves, jax.device_get((ours, theirs))), strict=True)
+    return all(mine.tobytes() == other.tobytes() for mine, other in pairs)
+
+
+@pytest.mark.parametrize("heads_axis", ["model", None])
+@pytest.mark.parametrize("kind", ["chain", "tree", "int8", "parts"])
+def test_attention_has_the_bits_of_one_device(kind, heads_axis):
+    inputs = attention_inputs(kind)
+    compiled = attend_on_mesh(heads_axis).lower(*inputs).compile()
+    assert not collectives(compiled)
+    heads, layer = compiled(*inputs)
+    assert same_bits((heads, layer), jax.jit(attend)(*inputs))
+    assert np.isfinite(heads).all()
+    shape = layer.k.sharding.shard_shape(layer.k.shape)
+    assert shape[1] == (4 if heads_axis is None else 1)
+
+
+@pytest.fixture(scope="module")
+def four_with_kernels():
+    """Four devices of one shard, with a draft model of one KV head, which each of them has."""
+    drafter = driver.draft_model(num_kv_heads=1, **{**PALLAS, "num_query_heads": 2})
+    return Driver(driver.mesh(data=1, model=4), drafter, model=driver.target(**PALLAS))
+
+
+@pytest.mark.slow
+def test_rounds_with_kernels_are_those_of_one_device(four_with_kernels):
+    by_row = requests(lengths=LENGTHS[1:3])
+    on_mesh = four_with_kernels
+    assert on_mesh.loop.is_drafter_split is False
+    drafted = on_mesh.generate(by_row)
+    assert np.sum(on_mesh.state.counts.num_draft_tokens) > 0
+    assert drafted == on_mesh.generate(by_row, draft_length=0)
+    pages = on_mesh.state.cache.layers[0].k
+    assert pages.sharding.shard_shape(pages.shape)[1] == 1
+    found = collectives(on_mesh.compiled("run"))
+    assert found
+    assert all(line.startswith("all-reduce") for line in found)
+    one = Driver(driver.mesh(data=1), model=driver.target(**PALLAS))
+    assert_equal_or_tie(on_mesh, by_row, drafted, alone(one, by_row, draft_length=0))
+
+
+@pytest.mark.slow
+def test_of_a_70b_model_every_device_runs_the_kernels_on_its_own_heads(monkeypatch):
+    """Lowered for GPUs from shapes, with one layer of each model; nothing is allocated."""
+    monkeypatch.setattr("jaxspec.runtime.environment.is_hopper", lambda: True)
+    target, draft = (
+        shape_model(
+            shortened(PRESETS[name], 1),
+            name=name,
+            dtype="bfloat16",
+            kernels="mosaic",
+            is_packed=False,
+            platform="gpu",
+        )
+        for name in ("llama-2-70b", "vicuna-68m")
+    )
+    config = EngineConfig(scheduler="static", draft_length=4, batch_size=8, max_length=1024)
+    parts = make_parts(target, jaxspec.DraftModel(draft), config)
+    loop = sharding.ShardedLoop(parts=parts, mesh=driver.mesh(data=1, model=8))
+    like = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        (jax.eval_shape(lambda: loop.params), jax.eval_shape(loop.init)),
+        (loop.param_shardings, loop.state_shardings),
+    )
+    count = jax.ShapeDtypeStruct((), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    traced = jax.jit(loop.run, donate_argnums=1).trace(*like, *count)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    results = re.findall(r"custom_call @mosaic_gpu\w*\(.*-> \(?tensor<([\dx]+)xbf16>", text)
+    # Queries of the KV heads `[B, K, T, G, H]`, and heads `[B, T, K, G, H]`. The 12 KV heads of the
+    # draft model cannot be split, so every device has them all.
+    ours = ["8x1x5x8x128", "8x5x1x8x128"]
+    first, later = ["8x12x2x1x64", "8x2x12x1x64"], ["8x12x1x1x64", "8x1x12x1x64"]
+    assert sorted(results) == sorted(ours + first + later)
+
+
 # Sabotage: each of these is a bug that the checks above must see.
+
+
+def test_the_kv_of_another_devices_head_is_seen(monkeypatch):
+    real = PallasKernels.write
+
+    def wrong(self, qkv, layer, *rest, **settings):
+        queries, layer = real(self, qkv, layer, *rest, **settings)
+        if jax.sharding.get_abstract_mesh().manual_axes:
+            moved = jax.lax.ppermute(layer.k, "model", [(i, (i + 1) % 4) for i in range(4)])
+            layer = layer.replace(k=moved)
+        return queries, layer
+
+    inputs = attention_inputs("chain")
+    right = jax.jit(attend)(*inputs)
+    monkeypatch.setattr(PallasKernels, "write", wrong)
+    jax.clear_caches()
+    compiled = attend_on_mesh("model").lower(*inputs).compile()
+    assert not same_bits(compiled(*inputs), right)
+    assert collectives(compiled)
+    jax.clear_caches()
 
 
 def test_a_chunk_of_another_shards_row_is_seen(two, monkeypatch):

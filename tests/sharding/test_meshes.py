@@ -24,6 +24,7 @@ HERE = pathlib.Path(__file__).parent
     [
         ("eight_devices.py", "not slow"),
         ("engine_on_eight_devices.py", "not slow"),
+        pytest.param("eight_devices.py", "slow", marks=pytest.mark.slow),
         pytest.param("engine_on_eight_devices.py", "slow", marks=pytest.mark.slow),
     ],
 )

@@ -27,11 +27,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType
 
 from jaxspec.cache import pages as kv
 from jaxspec.errors import SettingError
-from jaxspec.kernels.base import Angles, Kernels, PackedWeight, unpacked
+from jaxspec.kernels.base import Angles, Kernels, PackedWeight, axes_of_compiler, unpacked
 from jaxspec.kernels.base import product as xla_product
 from jaxspec.kernels.cpu import build
 from jaxspec.kernels.highest import Highest
@@ -253,7 +252,9 @@ class NativeKernels(Kernels):
     def pack(self, weight, num_input_axes=1):
         """A `PackedWeight`, if `product` supports its dtype and it is not split over devices."""
         if isinstance(weight, PackedWeight):
-            return weight if weight.data.dtype in _DTYPES else unpacked(weight)
+            if weight.data.dtype in _DTYPES and not weight.is_matrix:
+                return weight
+            weight = unpacked(weight)
         if not _can_pack(weight, num_input_axes):
             return weight
         if isinstance(weight, jax.ShapeDtypeStruct):
@@ -279,7 +280,7 @@ class NativeKernels(Kernels):
         **settings,
     ) -> tuple[jax.Array, kv.LayerCache]:
         """As `Kernels.attend`."""
-        if _is_split() or not is_attention_supported(qkv, layer, table, window):
+        if axes_of_compiler() or not is_attention_supported(qkv, layer, table, window):
             return super().attend(
                 qkv,
                 layer,
@@ -317,7 +318,7 @@ def _product_or_xla(
 
 
 def _highest_or_xla(scores: jax.Array, count: int, sharpness: jax.Array | None = None) -> Highest:
-    find = xla_highest if _is_split() else highest
+    find = xla_highest if axes_of_compiler() else highest
     return find(scores, count, sharpness)
 
 
@@ -325,14 +326,6 @@ def _can_pack(weight: Any, num_input_axes: int) -> bool:
     is_matrix = weight.dtype in _DTYPES and weight.ndim > num_input_axes and weight.size > 0
     sharding = getattr(weight, "sharding", None)
     return is_matrix and (sharding is None or sharding.is_fully_replicated)
-
-
-def _is_split() -> bool:
-    """Whether XLA itself splits what is being traced over a mesh axis. For a call that it does not
-    know, it would gather all parts on every device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    axes = zip(mesh.axis_names, mesh.axis_types, strict=True)
-    return any(mesh.shape[name] > 1 for name, kind in axes if kind == AxisType.Auto)
 
 
 NATIVE = NativeKernels(

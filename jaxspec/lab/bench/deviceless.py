@@ -244,7 +244,8 @@ def compile_for(
       arguments: `jax.ShapeDtypeStruct`s.
       donated: index of the argument that is updated in place.
     """
-    placed = shapes_at(arguments, jax.sharding.SingleDeviceSharding(_device(name)))
+    [device] = absent_devices(name)
+    placed = shapes_at(arguments, jax.sharding.SingleDeviceSharding(device))
     with temporary_directory() as directory:
         is_gpu = ABSENT_DEVICES[name].platform == "gpu"
         options = {"xla_dump_to": str(directory)} if is_gpu else None
@@ -306,16 +307,18 @@ def as_if_on(name: str) -> Iterator[None]:
 
 
 @functools.cache
-def _device(name: str) -> Any:
+def absent_devices(name: str, count: int = 1) -> list[Any]:
+    """This many devices of one kind, a key of `ABSENT_DEVICES`, to compile for; of TPUs one."""
     device = ABSENT_DEVICES[name]
     if device.platform == "tpu":
         os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # no cloud service to ask
-        return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[0]
+        return topologies.get_topology_desc("v5e:2x2", platform="tpu").devices[:1]
     text = _TARGET_CONFIG.format(
         kind=device.kind,
         description=device.description,
         bytes_per_s=device.bytes_per_s,
         num_bytes=device.num_bytes,
     )
-    found = topologies.get_topology_desc(platform="cuda", target_config=text, topology="1x1x1")
-    return found.devices[0]
+    topology = f"1x1x{count}"
+    found = topologies.get_topology_desc(platform="cuda", target_config=text, topology=topology)
+    return found.devices

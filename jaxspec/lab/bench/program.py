@@ -84,9 +84,7 @@ class Shape:
         return DecodeLoop(parts.resting if self.is_resting else parts)
 
     def _model(self, name: str, config: ModelConfig) -> LanguageModel:
-        return shape_model(
-            config, name=name, dtype=self.dtype, kernels=self.kernels, is_packed=False
-        )
+        return shape_model(config, name=name, dtype=self.dtype, kernels=self.kernels)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

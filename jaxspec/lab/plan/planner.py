@@ -64,6 +64,7 @@ def plan_memory(
     device: str = "h200",
     keep: float = 0.96,
     acceptance: float | Sequence[float] = 0.7,
+    window_acceptance: float | Sequence[float] | None = None,
     dtype: str | None = None,
     verifier: Verifier | VerifierName = "coupled",
     scheduler: Scheduler | SchedulerName = "continuous",
@@ -96,8 +97,10 @@ def plan_memory(
       keep: share of the fastest plan's predicted speed that must be kept, above 0 and at most 1.
       acceptance: chance that a drafted token is accepted, alike at every position; or measured
         chances that at least 1, 2, ... are, of a tree the chances that its first, second, ... node
-        is (`accepted_node` over the rounds). It is taken to be the same for every dtype and window
-        of the draft model's KV.
+        is (`accepted_node` over the rounds). It is taken to be the same for every dtype of the
+        draft model's KV.
+      window_acceptance: that of a draft model which keeps a window of its KV; None takes it to be
+        `acceptance`. `jaxspec compare` measures both.
       dtype: of the target's weights; by default that of a model that is given. A name has the dtype
         that it is loaded in, or bfloat16 if the plan is for another device; a preset float32 on a
         CPU, otherwise bfloat16.
@@ -122,6 +125,8 @@ def plan_memory(
     check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
     keep = number("keep", keep, above=0, most=1, expected="above 0 and at most 1")
     acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
+    if window_acceptance is not None:
+        window_acceptance = _as_acceptance(window_acceptance)
     device = text("device", device)
     dtype = None if dtype is None else parse_dtype(dtype).name
     if not callable(say):
@@ -147,6 +152,7 @@ def plan_memory(
         is_datasheet=device in DEVICES,
         find_devices=find_devices,
         acceptance=acceptance,
+        window_acceptance=window_acceptance,
         given_dtype=dtype,
         verifier=verifier,
         scheduler=scheduler,
@@ -381,10 +387,10 @@ class Planner:
             return tuple(found)
         if request.drafter is not None:
             found.append("Drafting is taken to cost no more than reading the drafter's weights.")
-        if settings.draft_kv_window:
+        if settings.draft_kv_window and request.window_acceptance is None:
             found.append(
                 "The acceptance is taken to be that of a draft model with all of its KV; measure "
-                "it with `jaxspec compare`."
+                "it with `jaxspec compare` and give it as --window-acceptance."
             )
         return tuple(found)
 

@@ -25,6 +25,7 @@ from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.cost.devices import Device, FindDevices
+from jaxspec.lab.cost.model import geometric
 from jaxspec.lab.plan.plan import PlanSettings
 from jaxspec.load.drafters import choose_drafter, make_drafter, parse_drafter
 from jaxspec.load.models import load_model
@@ -202,6 +203,7 @@ class PlanRequest:
     is_datasheet: bool
     find_devices: FindDevices
     acceptance: float | Sequence[float]
+    window_acceptance: float | Sequence[float] | None = None
     given_dtype: str | None
     verifier: Verifier
     scheduler: Scheduler
@@ -308,6 +310,15 @@ class PlanRequest:
             for window in self.search.draft_kv_windows:
                 if window is None or window + BLOCK < plain.max_length:
                     yield dataclasses.replace(plain, draft_kv_window=window)
+
+    def acceptance_of(self, settings: PlanSettings) -> tuple[float, ...]:
+        """Chances that at least 1, 2, ... of the drafts of these settings are accepted."""
+        chances = self.acceptance
+        if settings.draft_kv_window is not None and self.window_acceptance is not None:
+            chances = self.window_acceptance
+        if isinstance(chances, (int, float)):
+            chances = geometric(chances, settings.draft_length)
+        return tuple(chances)[: settings.draft_length]
 
     def loop(self, settings: PlanSettings, *, dtype: str | None = None) -> DecodeLoop | ShardedLoop:
         """The decode loop of an engine with these settings, of shapes only.

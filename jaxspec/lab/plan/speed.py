@@ -23,10 +23,7 @@ def tokens_per_s(request: PlanRequest, settings: PlanSettings) -> float:
         batch=rows, draft_length=draft_length, context=context
     )
     if draft_length:
-        chances = request.acceptance
-        if isinstance(chances, (int, float)):
-            chances = cost.geometric(chances, draft_length)
-        emitted = cost.emitted_per_round(tuple(chances)[:draft_length])
+        emitted = cost.emitted_per_round(request.acceptance_of(settings))
     return settings.batch_size * emitted / round_s
 
 
