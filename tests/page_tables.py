@@ -646,25 +646,6 @@ def streams(found):
     return [*header, "tokens/s"], rows
 
 
-@of("server-load-cpu.json")
-def server_load(found):
-    header = ["clients", "", "tokens/s", "over `Engine.generate`, median (range)",
-              "first token p50, p99", "gap p50, p99"]  # fmt: skip
-    rows = []
-    for run in sorted(found["results"], key=lambda run: run["clients"]):
-        row = [str(run["clients"]), run["who"], f"{run['tokens_per_s']:.1f}"]
-        if "ratios" in run:
-            low, high = min(run["ratios"]), max(run["ratios"])
-            row.append(f"{run['ratio']:.2f} ({low:.2f} to {high:.2f})")
-            for name in ("first_ms", "gap_ms"):
-                p50, p99 = (run[f"{name}_{place}"] / 1e3 for place in ("p50", "p99"))
-                row.append(f"{p50:.2f} s, {p99:.2f} s")
-        else:
-            row += ["1", f"{run['prefill_ms'] / 1e3:.2f} s (a prompt alone)", ""]
-        rows.append(row)
-    return header, rows
-
-
 @of("schedulers-cpu.json")
 def rounds_of_schedulers(found):
     def run(name, size):

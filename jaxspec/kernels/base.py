@@ -289,11 +289,11 @@ class Kernels:
         is_tpu = self.platform == "tpu"
         if is_tpu and isinstance(weight, PackedWeight) and weight.is_matrix:
             return weight
-        weight = unpacked(weight)
-        if not is_tpu or num_input_axes > 1 or weight.ndim < 3:
-            return weight
-        data = weight.reshape(len(weight), -1)
-        return PackedWeight(data=data, shape=weight.shape, num_input_axes=num_input_axes)
+        plain: jax.Array = unpacked(weight)
+        if not is_tpu or num_input_axes > 1 or plain.ndim < 3:
+            return plain
+        data = plain.reshape(len(plain), -1)
+        return PackedWeight(data=data, shape=plain.shape, num_input_axes=num_input_axes)
 
     def product_for(self, window: Window) -> Product:
         """The product for the tokens of a window; by default `product`."""

@@ -83,6 +83,7 @@ def test_a_single_fault_is_found_in_every_output_where_rounding_is_far_away(audi
     assert row["num_clear_found"] == row["num_clear"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["stale KV", "positions of generated", "two tokens share", "a hole of one"]
 )
@@ -109,6 +110,7 @@ def coarse(prompts):
     return target, Scorer(target, max_length=120), file
 
 
+@pytest.mark.slow
 def test_small_gaps_are_found_in_bf16_too(coarse):
     target, scorer, file = coarse
     assert not audit_outputs(target, file, scorer=scorer).holds

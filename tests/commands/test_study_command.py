@@ -96,6 +96,7 @@ def studied(tmp_path_factory, corpora, target, prompts):
     return options, options.run(quiet())
 
 
+@pytest.mark.slow
 def test_rows_are_possible_and_complete(studied):
     options, document = studied
     rows = pd.read_parquet(options.out / "rows.parquet")
@@ -123,6 +124,7 @@ def test_rows_are_possible_and_complete(studied):
     assert str(options.out) not in (options.out / "scaling.json").read_text()
 
 
+@pytest.mark.slow
 def test_tokens_and_rounds_are_the_same_at_every_batch_size(studied):
     options, document = studied
     cells = json.loads((options.out / scaling.CELLS).read_text())["cells"]
@@ -134,6 +136,7 @@ def test_tokens_and_rounds_are_the_same_at_every_batch_size(studied):
     assert checks["num_same_counts_over_batches"] == checks["num_compared_over_batches"] == 20
 
 
+@pytest.mark.slow
 def test_other_tokens_and_counts_are_noticed(studied):
     """Sabotage: one output that is not the target's, one row that took other rounds."""
     options, _ = studied
@@ -191,6 +194,7 @@ def test_an_interrupted_study_is_resumed_and_extended(
         running.drafters.trained(options.reference, 0, TOKENS[0])
 
 
+@pytest.mark.slow
 def test_a_file_that_holds_no_cells_is_refused(tmp_path, studied):
     path = tmp_path / "out" / scaling.CELLS
     path.parent.mkdir()
@@ -204,6 +208,7 @@ def test_a_file_that_holds_no_cells_is_refused(tmp_path, studied):
         options.run(quiet())
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
     options, _ = studied
     running = scaling.Running(dataclasses.replace(options, resume=True))
@@ -221,6 +226,7 @@ def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
     assert any((np.asarray(a) != np.asarray(b)).any() for a, b in leaves)
 
 
+@pytest.mark.slow
 def test_rows_of_ones_own_are_fitted(tmp_path, studied):
     options, document = studied
     command = ["study", "scaling", "--rows", str(options.out / "rows.parquet")]

@@ -398,7 +398,7 @@ def test_memory_counts_the_slots_of_mask_rows(target):
 
 
 @pytest.mark.as_shipped
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernels", "mode"),
     [

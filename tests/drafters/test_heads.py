@@ -647,7 +647,7 @@ def test_they_say_what_they_are(target):
     [
         pytest.param({"layout": "aligned", "scheduler": jaxspec.Static()}, marks=pytest.mark.slow),
         {"layout": "aligned", "scheduler": jaxspec.Pool(4)},
-        {"scheduler": jaxspec.Continuous(waiting=2)},
+        pytest.param({"scheduler": jaxspec.Continuous(waiting=2)}, marks=pytest.mark.slow),
     ],
     ids=["aligned", "pool", "waiting"],
 )

@@ -24,7 +24,7 @@ def setting(request):
             "float32, xla", "DraftModel of the target, a beam tree", marks=pytest.mark.slow
         ),
         pytest.param(XLA, "DraftModel", marks=pytest.mark.slow),
-        (XLA, "Oracle"),
+        pytest.param(XLA, "Oracle", marks=pytest.mark.slow),
     ],
     indirect=["setting"],
 )

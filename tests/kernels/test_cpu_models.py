@@ -38,6 +38,7 @@ def pair():
     return target, draft
 
 
+@pytest.mark.slow
 def test_a_model_decodes_as_with_xlas_kernels_or_parts_at_ties(pair):
     target, draft = pair
     prompts, params = toy.prompts((3, 140, 20, 60)), SamplingParams(max_tokens=40)
@@ -78,7 +79,9 @@ class Demo:
         return of
 
 
-@pytest.fixture(scope="module", params=DTYPES)
+@pytest.fixture(
+    scope="module", params=[pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16]
+)
 def demo(request):
     return Demo(request.param)
 

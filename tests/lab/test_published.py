@@ -107,6 +107,7 @@ def test_list_scheduling_of_a_drawn_example():
     assert list_scheduling([3, 1, 2, 4], 1) == 10
 
 
+@pytest.mark.slow
 def test_broken_systems_are_broken_only_while_asked_for(target):
     """BSP and DSD ruin outputs; the same settings without their faults do not."""
     prompts, params = toy.prompts((9, 4, 12, 7)), SamplingParams(max_tokens=16, ignore_eos=True)

@@ -282,6 +282,7 @@ def test_a_whole_study_on_a_tiny_pair(models, tmp_path):
     assert again["cells"] == cells
 
 
+@pytest.mark.slow
 def test_an_oracle_study_needs_no_weights(tmp_path, monkeypatch):
     """Random weights of a preset's shape, without a tokenizer: prompts are random ids."""
     monkeypatch.setattr(workload, "load_model", lambda name, dtype: toy.model(seed=len(name)))
