@@ -70,6 +70,7 @@ LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
 UNTIMED_CALLS = 16  # in a row; the next is timed, although the device has to be waited for
+RUNS_PER_CHOICE = 4  # where rounds are started before the result of those before them is known
 LOOK_AGAIN = 0.05  # of the time since the last trial: while no trial is affordable, when to look
 
 
@@ -88,10 +89,16 @@ class Choice:
     Attributes:
       kind: of the rounds.
       num_rounds: after how many rounds to choose again.
+      chosen: the kind that the controller has chosen, with longer drafts than any row asks for,
+        perhaps; None if it was not asked.
+      started_s: when they were started on an idle device, by `time.perf_counter`; None if they are
+        not timed.
     """
 
     kind: RoundKind
     num_rounds: int
+    chosen: RoundKind | None = None
+    started_s: float | None = None
 
     @property
     def draft_length(self) -> int:
@@ -416,23 +423,38 @@ class FixedDrafting:
         """The draft length with which a ticket's row begins."""
         return ticket.draft_length
 
-    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the next rounds may start before the result of the last ones is known."""
+        return True
+
+    def before_rounds(
+        self, tickets: Mapping[int, Ticket], num_rounds: int, *, is_ahead: bool = False
+    ) -> Choice:
         """The kind and number of the next rounds.
 
         Args:
           tickets: by row.
           num_rounds: at most.
+          is_ahead: whether `after_rounds` is still to be called for the last ones; only if
+            `runs_ahead`.
         """
         return Choice(kind=RoundKind(_longest_draft(tickets)), num_rounds=num_rounds)
 
     def after_rounds(
-        self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
+        self,
+        tickets: Mapping[int, Ticket],
+        state: DecodeState,
+        choice: Choice | None,
+        *,
+        answered_s: float,
     ) -> None:
-        """Learns from the rounds that were run, if there were any since the last call.
+        """Learns from rounds.
 
         Args:
-          tickets: by row, with what they have emitted by now.
-          state: with `state_fields`, on the host.
+          tickets: by row, with what they had emitted after the rounds.
+          state: with `state_fields`, on the host, after the rounds.
+          choice: that they followed; None if there were none since the last call.
           answered_s: when the device had run the rounds, by `time.perf_counter`.
         """
 
@@ -463,11 +485,11 @@ class AdaptiveDrafting(FixedDrafting):
             min(default_draft_length(drafter), draft_length),
             drafter.choose_variant(executor.shape) if len(executor.variants) > 1 else 0,
         )
-        # Of the rounds that `after_rounds` is called for next, and what tickets had emitted before.
-        self._choice: Choice | None = None
+        self._ahead: Choice | None = None  # for the next rounds, if they need not be chosen anew
+        # Before the rounds that `after_rounds` is called for next: what tickets had emitted, and
+        # the rounds run, by shard.
         self._before: dict[Ticket, Acceptance] = {}
-        self._num_rounds: Any = 0  # run before these, by shard
-        self._started_s: float | None = None  # when they were started; None if they are not timed
+        self._num_rounds: Any = 0
         self._num_untimed = 0  # calls since the last that was timed
         self._was_plain = False  # whether the last ones were plain steps
 
@@ -538,14 +560,31 @@ class AdaptiveDrafting(FixedDrafting):
             chosen = self.controller.draft_length
         return ticket.draft_length if chosen is None else min(ticket.draft_length, chosen)
 
-    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+    @property
+    def runs_ahead(self) -> bool:
+        """As long as the last choice holds, unless its rounds are timed; see `FixedDrafting`."""
+        return self._ahead is not None
+
+    def before_rounds(
+        self, tickets: Mapping[int, Ticket], num_rounds: int, *, is_ahead: bool = False
+    ) -> Choice:
         """Sets the draft length of all rows for the next rounds; see `FixedDrafting`."""
         longest = _longest_draft(tickets)
-        if longest == 0:
-            return Choice(kind=PLAIN, num_rounds=num_rounds)
-        choice = self._choose(tickets, num_rounds)
+        most = num_rounds * (RUNS_PER_CHOICE if self._executor.runs_ahead else 1)
+        if is_ahead:
+            assert self._ahead is not None, "it was asked whether rounds may run ahead"
+            choice = self._ahead
+            self._num_untimed += 1
+        elif longest == 0:
+            choice = Choice(kind=PLAIN, num_rounds=most)
+        else:
+            choice = self._choose(tickets, most)
+        num_rounds = min(num_rounds, choice.num_rounds)
+        num_left, self._ahead = choice.num_rounds - num_rounds, None
+        if num_left and choice.started_s is None:
+            self._ahead = dataclasses.replace(choice, num_rounds=num_left)
         kind = choice.kind._replace(draft_length=min(longest, choice.draft_length))
-        return dataclasses.replace(choice, kind=kind)
+        return dataclasses.replace(choice, kind=kind, num_rounds=num_rounds)
 
     def _choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
         executor, controller = self._executor, self.controller
@@ -571,51 +610,56 @@ class AdaptiveDrafting(FixedDrafting):
         self._was_plain = choice.draft_length == 0
         if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
             self._set_draft_limits(tickets, choice.draft_length)
-        self._choice = choice
         self._before = {ticket: ticket.acceptance for ticket in tickets.values()}
         # Only rounds that begin on an idle device can be timed. Others do not wait for it, so that
         # the host works ahead of the device; and plain steps need not all be timed.
         must_time = self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind)
         if must_time:
             executor.wait()
-        is_timed = must_time or (choice.draft_length > 0 and executor.is_idle)
-        self._started_s = time.perf_counter() if is_timed else None
+        is_free = choice.draft_length > 0 and not executor.runs_ahead and executor.is_idle
+        is_timed = must_time or is_free
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
-        return choice
+        started_s = time.perf_counter() if is_timed else None
+        return dataclasses.replace(choice, chosen=choice.kind, started_s=started_s)
 
     def after_rounds(
-        self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
+        self,
+        tickets: Mapping[int, Ticket],
+        state: DecodeState,
+        choice: Choice | None,
+        *,
+        answered_s: float,
     ) -> None:
-        """Tells the controller the result of the last choice, if there was one since the last call;
-        see `FixedDrafting`."""
+        """Tells the controller the result of a choice; see `FixedDrafting`."""
         num_rounds = np.asarray(state.num_rounds)  # by shard if there is a mesh
-        seconds = None if self._started_s is None else answered_s - self._started_s
         # An engine that lost its state counts from 0 again.
         before_these = np.where(num_rounds < self._num_rounds, 0, self._num_rounds)
         self._num_rounds = num_rounds
-        choice, self._choice = self._choice, None
-        if choice is None or self.controller is None:
+        if choice is None or choice.chosen is None or self.controller is None or not tickets:
             return
+        kind = choice.chosen
+        seconds = None if choice.started_s is None else answered_s - choice.started_s
         new = [
             (self._before[ticket], ticket.acceptance)
             for ticket in tickets.values()
             if ticket in self._before  # if the rounds failed, others may have the rows by now
-            and ticket.draft_length >= choice.draft_length
+            and ticket.draft_length >= kind.draft_length
             and not ticket.is_prefilling
         ]
+        self._before = {ticket: ticket.acceptance for ticket in tickets.values()}
         self.controller.note(
-            draft_length=choice.draft_length,
-            variant=choice.variant,
+            draft_length=kind.draft_length,
+            variant=kind.variant,
             context=_longest_context(tickets),
             num_rounds=int(np.max(num_rounds - before_these)),
             num_row_rounds=sum(now.num_rounds - then.num_rounds for then, now in new),
             num_accepted_at=[
                 sum(now.num_accepted_node(j) - then.num_accepted_node(j) for then, now in new)
-                for j in range(choice.draft_length)
+                for j in range(kind.draft_length)
             ],
             num_drafted_at=[
                 sum(now.num_drafted_at(j) - then.num_drafted_at(j) for then, now in new)
-                for j in range(choice.draft_length)
+                for j in range(kind.draft_length)
             ],
             seconds=seconds,
         )

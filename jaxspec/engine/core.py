@@ -11,15 +11,23 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import numpy as np
 
-from jaxspec.engine.adaptive import FixedDrafting
+from jaxspec.engine.adaptive import Choice, FixedDrafting
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.driver import DeviceLock, Driver
-from jaxspec.engine.executor import Executor
+from jaxspec.engine.executor import Executor, Started
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
@@ -41,6 +49,8 @@ _log = logging.getLogger(__name__)
 # the longest gap of a stream beside a burst of 15 prompts is 261, 481, 742, 920 and 1548 ms.
 CHUNKS_PER_IDLE_ROW = 2
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
+# Why the host ends rows that the device would go on with.
+BY_HOST = (Finish.CANCELLED, Finish.TIMEOUT, Finish.STOP_STRING, Finish.TOKENIZER_ERROR)
 
 T = TypeVar("T")
 
@@ -91,6 +101,9 @@ class EngineCore:
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._is_oldest_next = True  # or the prompt with the fewest tokens left; see _take_chunks
+        # Rounds whose result was not read yet, in order: what they follow and, if they were started
+        # ahead, what becomes of them. No row gets another request while there are any.
+        self._rounds: collections.deque[tuple[Choice, Started | None]] = collections.deque()
         self._shared_steps = SharedSteps(lambda: self.step())
         self._step_timeout_s = config.step_timeout_s
         self._watchdog = None
@@ -175,6 +188,7 @@ class EngineCore:
 
     def reset(self) -> None:
         """Drops the state, and the KV that its rows held."""
+        self._rounds.clear()
         self.kept.forget_rows()
         self.executor.reset()
 
@@ -198,6 +212,7 @@ class EngineCore:
         try:
             return call()
         except BaseException:
+            self._rounds.clear()  # a later result holds theirs
             self.give_up_if_lost()
             raise
 
@@ -356,20 +371,37 @@ class EngineCore:
         self._end_early()
         if self.queue.num_unfinished:
             self.executor.check_weights()
-        self._admit_waiting()
-        self._prefill_prompts()
-        self._run_rounds()
+        if self._rounds and not self._may_run_ahead():
+            is_awaited = bool(self.queue.tickets_by_row)
+            self._collect()
+            if is_awaited:
+                return
+        if not self._rounds:
+            self._admit_waiting()
+            self._prefill_prompts()
+            self._run_rounds()
+        if self._may_run_ahead():
+            self._run_rounds()
         self._collect()
 
+    def _may_run_ahead(self) -> bool:
+        """Whether rounds may start before the result of the last ones is read: nothing else is to
+        be done between them, whatever it is. Rows end by themselves on the device."""
+        tickets = self.queue.tickets_by_row
+        return (
+            self.executor.runs_ahead
+            and bool(self._rounds and tickets)
+            and all(ticket.is_decoding for ticket in tickets.values())
+            and not (self.queue.has_waiting and self.executor.free_rows(tickets))
+            and self.drafting.runs_ahead
+        )
+
     def _end_early(self) -> None:
-        """Ends requests that were given up, and frees their rows."""
+        """Ends requests that were given up, with the tokens seen so far, and frees their rows."""
         self.queue.end_waiting()
-        given_up = {row: ticket.given_up for row, ticket in self.queue.tickets_by_row.items()}
-        if any(given_up.values()):
-            for finish in (Finish.CANCELLED, Finish.TIMEOUT):
-                if rows := [row for row, why in given_up.items() if why == finish]:
-                    self.executor.end_rows(rows, finish)
-            self._collect()
+        tickets = self.queue.tickets_by_row.items()
+        if ends := {row: why for row, ticket in tickets if (why := ticket.given_up) is not None}:
+            self._finish(ends)
 
     def _admit_waiting(self) -> None:
         """Gives free rows to requests, first come, first served."""
@@ -479,27 +511,32 @@ class EngineCore:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if len(running) < len(tickets) or any(one.deadline is not None for one in tickets.values()):
             num_rounds = min(self._rounds_per_piece, num_rounds)
-        choice = self.drafting.before_rounds(tickets, num_rounds)
-        executor.run(
+        is_ahead = bool(self._rounds)
+        choice = self.drafting.before_rounds(tickets, num_rounds, is_ahead=is_ahead)
+        started = (executor.start if executor.runs_ahead else executor.run)(
             choice.num_rounds,
             draft_length=choice.draft_length,
             min_running=min_running,
             variant=choice.variant,
         )
+        self._rounds.append((choice, started))
 
     def _collect(self) -> None:
-        """Checks the rows: buffers output for streams, and finishes rows that have ended."""
+        """Checks the rows after the oldest rounds that were not collected yet: buffers output for
+        streams, and finishes rows that have ended."""
         tickets = self.queue.tickets_by_row
-        if not tickets:
+        choice, started = self._rounds.popleft() if self._rounds else (None, None)
+        if not tickets and choice is None:
             return
         fields = ["num_committed", "finish", "counts", *self.drafting.state_fields]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
         if any(ticket.streams_logprobs for ticket in tickets.values()):
             fields += [name for name in ("tokens", "logprobs") if name not in fields]
-        state = self.executor.fetch(*fields)
+        copy = None if started is None else started.result()[1]
+        state = self.executor.fetch(*fields, state=copy)
         answered_s = time.perf_counter()
-        stopped, unreadable, ended = [], [], []
+        ends: dict[int, Finish] = {}
         for row, ticket in tickets.items():
             is_live = state.finish[row] in LIVE
             # Otherwise the row would never be decoded, and the engine would step forever.
@@ -513,30 +550,41 @@ class EngineCore:
             try:
                 ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
-                    stopped.append(row)
+                    ends[row] = Finish.STOP_STRING
                 elif is_live and ticket.is_streamed:
                     wanted = ticket.request.params.logprobs
                     logprobs = _logprobs(state, row, unread.start, last, wanted)
                     ticket.buffer_output(output, logprobs)
             except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
-                unreadable.append(row)
-            if not is_live or ticket.stopped is not None or row in unreadable:
-                ended.append(row)
-        self.drafting.after_rounds(tickets, state, answered_s=answered_s)
+                ends[row] = Finish.TOKENIZER_ERROR
+            if not is_live:
+                ends[row] = Finish(int(state.finish[row]))
+        self.drafting.after_rounds(tickets, state, choice, answered_s=answered_s)
+        self._finish(ends, copy)
+
+    def _finish(self, ends: Mapping[int, Finish], copy: DecodeState | None = None) -> None:
+        """Ends rows with the tokens seen so far. Those that have not ended by themselves may have
+        run a few rounds too many, whose tokens are cut off.
+
+        Args:
+          ends: why, by row.
+          copy: a state after the rounds in which the tokens were seen; by default the newest.
+        """
+        tickets = self.queue.tickets_by_row
         self.metrics.update(
-            ended=[tickets[row].acceptance for row in ended],
-            running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
+            ended=[tickets[row].acceptance for row in ends],
+            running=[ticket.acceptance for row, ticket in tickets.items() if row not in ends],
         )
-        if stopped:  # they ran a few rounds too many, whose tokens are cut off
-            self.executor.end_rows(stopped, Finish.STOP_STRING)
-        if unreadable:
-            self.executor.end_rows(unreadable, Finish.TOKENIZER_ERROR)
-        if ended:
-            state = self.executor.fetch()
-            for row in ended:
-                self.kept.keep(tickets[row], state, row)
-                self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
+        for finish in BY_HOST:
+            if rows := [row for row, why in ends.items() if why == finish]:
+                self.executor.end_rows(rows, finish)
+        if ends:
+            state = self.executor.fetch(state=copy)
+            for row, finish in ends.items():
+                self.kept.keep(tickets[row], state, row, finish)
+                completion = self._completion(state, row, tickets[row], finish)
+                self.queue.finish(tickets[row], completion)
 
     def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
         """Notes when a row's tokens were seen."""
@@ -561,11 +609,12 @@ class EngineCore:
             times=done.times,
         )
 
-    def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
+    def _completion(
+        self, state: DecodeState, row: int, ticket: Ticket, finish: Finish
+    ) -> Completion:
         """The completion of a row that has ended, from a state on the host."""
-        request = ticket.request
-        first, last = ticket.prompt_length, int(state.num_committed[row])
-        of_prompt, finish = None, Finish(int(state.finish[row]))
+        request, of_prompt = ticket.request, None
+        first, last = ticket.prompt_length, ticket.num_committed
         if ticket.is_scored and not ticket.is_prefilling:
             found = _logprobs(state, row, 1, first, request.params.prompt_logprobs) or ()
             of_prompt = (None, *found)

@@ -18,11 +18,13 @@ shard 1 the next ones. Everything here takes these numbers.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +52,7 @@ from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.admission import make_admission
 from jaxspec.engine.config import EngineConfig, EngineSettings, make_parts
 from jaxspec.engine.memory import Memory, fit_rows, measure_memory
+from jaxspec.engine.watchdog import set_result
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter
@@ -66,6 +69,9 @@ from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
 _log = logging.getLogger(__name__)
+
+# The state after rounds, and a copy of it; see `Executor.start`.
+Started: TypeAlias = concurrent.futures.Future[tuple[DecodeState, DecodeState]]
 
 
 class Executor:
@@ -105,6 +111,8 @@ class Executor:
         steps, of the same width as the others (`programs["rest"]`). It is compiled if the draft
         length is adaptive and there is only one width; the caller sets this once it knows that the
         program gives the same bits.
+      runs_ahead: whether the engine starts rounds before it has read the result of those before
+        them (`start`).
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
     """
@@ -158,7 +166,10 @@ class Executor:
         elif self.home is not None:
             self.params = jax.device_put(self.params, self.home)
         self._state: DecodeState | None = None
+        self._started: Started | None = None  # the newest rounds of `start`, if it may still run
         self._is_checked = check_invariants
+        platform = "cpu" if self.home is None else _platform(self.home)
+        self.runs_ahead = platform != "cpu" and not check_invariants
         self._poison = jax.jit(invariants.poison_uncommitted, donate_argnums=0)
 
         on_home: dict[str, Any] = {"out_shardings": self.home}
@@ -195,7 +206,13 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
+        shardings: Any = self.home
+        if isinstance(everywhere, ShardedLoop):
+            shardings = _without_kv(everywhere.state_shardings)
+        self.programs["copy"] = self.program("copy of counts", _copy, out_shardings=shardings)
         unused = ("score",) if is_adaptive else ("prefill_target", "catch_up", "lag", "score")
+        if not self.runs_ahead:
+            unused += ("copy",)
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -275,6 +292,7 @@ class Executor:
     @property
     def state(self) -> DecodeState:
         """The decode state on the device; it is made on first use, with every row empty."""
+        self._wait_for_started()
         state = self.programs["init"]() if self._state is None else self._state
         self._state = state
         return state
@@ -283,9 +301,19 @@ class Executor:
     def state(self, state: DecodeState) -> None:
         self._state = state
 
+    def _wait_for_started(self) -> None:
+        """Takes over the state of the rounds that were started; if they failed, it stays the one
+        before them."""
+        if self._started is not None:
+            concurrent.futures.wait([self._started])
+            started, self._started = self._started, None
+            if started.exception() is None:
+                self._state = started.result()[0]
+
     @property
     def is_lost(self) -> bool:
         """Whether the state was donated to a call that failed, or weights were deleted."""
+        self._wait_for_started()
         return _has_deleted(self._state) or _has_deleted(self.params)
 
     def check_weights(self) -> None:
@@ -298,7 +326,7 @@ class Executor:
 
     def reset(self) -> None:
         """Drops the state, so that every row is empty; no output depends on it."""
-        self._state = None
+        self._state = self._started = None
 
     @property
     def is_idle(self) -> bool:
@@ -309,14 +337,15 @@ class Executor:
         """Waits until the device has finished all its work."""
         jax.block_until_ready(self.state.finish)
 
-    def fetch(self, *fields: str) -> Any:
-        """A copy of the state on the host: of everything but caches and drafter, or of the named
-        fields of `DecodeState` only."""
+    def fetch(self, *fields: str, state: DecodeState | None = None) -> Any:
+        """A copy of the state, or of one that `start` has copied, on the host: of everything but
+        caches and drafter, or of the named fields of `DecodeState` only."""
+        state = self.state if state is None else state
         if not fields:
-            return jax.device_get(self.state.replace(cache=(), drafter=()))
+            return jax.device_get(_without_kv(state))
         others = {field.name: None for field in dataclasses.fields(DecodeState)}
-        wanted = {name: getattr(self.state, name) for name in fields}
-        return jax.device_get(self.state.replace(**{**others, **wanted}))
+        wanted = {name: getattr(state, name) for name in fields}
+        return jax.device_get(state.replace(**{**others, **wanted}))
 
     # Requests and prompts.
 
@@ -400,17 +429,50 @@ class Executor:
           min_running: one number for every shard, or one per shard.
           variant: the drafter's variant, one of `variants`.
         """
-        if draft_length is None:
-            length = self.parts.shape.verify_length
-        else:
-            length = self.verify_length_for(draft_length)
+        program, length = self._rounds_of(draft_length, variant)
         least = np.full((self.num_shards,), min_running, np.int32)
-        rests = self.is_resting_program_used and draft_length == 0
-        program = self.programs["rest" if rests else self._run_name(length, variant)]
         if self._is_checked:
             self._run_checked(program, num_rounds, int(least[0]), length)
             return
         self.state = program(self.params, self.state, np.int32(num_rounds), self._per_shard(least))
+
+    def _rounds_of(self, draft_length: int | None, variant: int) -> tuple[Any, int]:
+        """The program of these rounds, and its verify length."""
+        if draft_length is None:
+            length = self.parts.shape.verify_length
+        else:
+            length = self.verify_length_for(draft_length)
+        rests = self.is_resting_program_used and draft_length == 0
+        return self.programs["rest" if rests else self._run_name(length, variant)], length
+
+    def start(
+        self,
+        num_rounds: int,
+        *,
+        draft_length: int | None = None,
+        min_running: int | Sequence[int] | np.ndarray = 1,
+        variant: int = 0,
+    ) -> Started:
+        """`run` on another thread, after whatever was started before; returns at once. All other
+        methods that read or change the state wait for the rounds to have been given to the device,
+        which on some takes as long as they run.
+
+        Returns:
+          The state after these rounds, to be left alone, and a copy of it without caches and
+          drafter, which stays as it is while later rounds run; both on the device.
+        """
+        program, _ = self._rounds_of(draft_length, variant)
+        least = self._per_shard(np.full((self.num_shards,), min_running, np.int32))
+        before, first = self._started, None if self._started is not None else self.state
+
+        def run() -> tuple[DecodeState, DecodeState]:
+            state = first if before is None else before.result()[0]
+            state = program(self.params, state, np.int32(num_rounds), least)
+            return state, self.programs["copy"](state)
+
+        self._started = started = concurrent.futures.Future()
+        threading.Thread(target=set_result, args=(started, run)).start()
+        return started
 
     def _run_checked(
         self, program: Any, num_rounds: int, min_running: int, verify_length: int
@@ -629,6 +691,21 @@ def _with_working_kernels(
         model = with_working_kernels(drafter.model, windows_of(shape, verify_length=length))
         drafter = drafter.with_fields(model=model)
     return target, drafter
+
+
+def _platform(home: PyTree) -> str:
+    """The platform of the devices of a pytree of shardings."""
+    return min(jax.tree.leaves(home)[0].device_set, key=lambda device: device.id).platform
+
+
+def _without_kv(state: DecodeState) -> DecodeState:
+    """The state without what it holds of KV and of the drafter."""
+    return state.replace(cache=(), drafter=())
+
+
+def _copy(state: DecodeState) -> DecodeState:
+    """A copy of the state that outlives it, without caches and drafter."""
+    return jax.tree.map(jnp.copy, _without_kv(state))
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:
