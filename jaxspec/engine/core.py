@@ -11,15 +11,7 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import (
-    AsyncGenerator,
-    Callable,
-    Collection,
-    Generator,
-    Iterator,
-    Mapping,
-    Sequence,
-)
+from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -563,7 +555,7 @@ class EngineCore:
         self.drafting.after_rounds(tickets, state, choice, answered_s=answered_s)
         self._finish(ends, copy)
 
-    def _finish(self, ends: Mapping[int, Finish], copy: DecodeState | None = None) -> None:
+    def _finish(self, ends: dict[int, Finish], copy: DecodeState | None = None) -> None:
         """Ends rows with the tokens seen so far. Those that have not ended by themselves may have
         run a few rounds too many, whose tokens are cut off.
 
@@ -585,6 +577,8 @@ class EngineCore:
                 self.kept.keep(tickets[row], state, row, finish)
                 completion = self._completion(state, row, tickets[row], finish)
                 self.queue.finish(tickets[row], completion)
+            if len(ends) == len(tickets):  # weights may be replaced now
+                self.executor.settle()
 
     def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
         """Notes when a row's tokens were seen."""

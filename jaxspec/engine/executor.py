@@ -168,8 +168,9 @@ class Executor:
         self._state: DecodeState | None = None
         self._started: Started | None = None  # the newest rounds of `start`, if it may still run
         self._is_checked = check_invariants
-        platform = "cpu" if self.home is None else _platform(self.home)
-        self.runs_ahead = platform != "cpu" and not check_invariants
+        of_home = (device for each in jax.tree.leaves(self.home) for device in each.device_set)
+        is_accelerated = any(device.platform != "cpu" for device in of_home)
+        self.runs_ahead = is_accelerated and not check_invariants
         self._poison = jax.jit(invariants.poison_uncommitted, donate_argnums=0)
 
         on_home: dict[str, Any] = {"out_shardings": self.home}
@@ -210,9 +211,9 @@ class Executor:
         if isinstance(everywhere, ShardedLoop):
             shardings = _without_kv(everywhere.state_shardings)
         self.programs["copy"] = self.program("copy of counts", _copy, out_shardings=shardings)
-        unused = ("score",) if is_adaptive else ("prefill_target", "catch_up", "lag", "score")
-        if not self.runs_ahead:
-            unused += ("copy",)
+        unused = {"score", "copy"}
+        if not is_adaptive:
+            unused |= {"prefill_target", "catch_up", "lag"}
         self._expected = {name: each for name, each in self.programs.items() if name not in unused}
         compilation.numbered(*self._expected.values())
 
@@ -292,7 +293,7 @@ class Executor:
     @property
     def state(self) -> DecodeState:
         """The decode state on the device; it is made on first use, with every row empty."""
-        self._wait_for_started()
+        self.settle()
         state = self.programs["init"]() if self._state is None else self._state
         self._state = state
         return state
@@ -301,9 +302,9 @@ class Executor:
     def state(self, state: DecodeState) -> None:
         self._state = state
 
-    def _wait_for_started(self) -> None:
-        """Takes over the state of the rounds that were started; if they failed, it stays the one
-        before them."""
+    def settle(self) -> None:
+        """Waits until rounds that were started have been given to the device, and takes their state
+        over; if they failed, it stays the one before them."""
         if self._started is not None:
             concurrent.futures.wait([self._started])
             started, self._started = self._started, None
@@ -313,7 +314,7 @@ class Executor:
     @property
     def is_lost(self) -> bool:
         """Whether the state was donated to a call that failed, or weights were deleted."""
-        self._wait_for_started()
+        self.settle()
         return _has_deleted(self._state) or _has_deleted(self.params)
 
     def check_weights(self) -> None:
@@ -463,11 +464,12 @@ class Executor:
         """
         program, _ = self._rounds_of(draft_length, variant)
         least = self._per_shard(np.full((self.num_shards,), min_running, np.int32))
-        before, first = self._started, None if self._started is not None else self.state
+        before, params = self._started, self.params
+        first = self.state if before is None else None
 
         def run() -> tuple[DecodeState, DecodeState]:
             state = first if before is None else before.result()[0]
-            state = program(self.params, state, np.int32(num_rounds), least)
+            state = program(params, state, np.int32(num_rounds), least)
             return state, self.programs["copy"](state)
 
         self._started = started = concurrent.futures.Future()
@@ -584,12 +586,14 @@ class Executor:
             "catch_up": (self.params, state, chunks),
             "lag": (state,),
             "end_rows": (state, np.zeros((self.num_rows,), bool), number),
+            "copy": (state,),
         }
         run = (self.params, state, number, of_shards)
-        expected = dict(self._expected)
+        names = ["copy"] if self.runs_ahead else []
         if scoring and "score" in self.programs:
-            names = ("score",) if self.parts.is_plain else ("score", "catch_up", "lag")
-            expected |= {name: self.programs[name] for name in names}
+            names += ["score"] if self.parts.is_plain else ["score", "catch_up", "lag"]
+        expected = self._expected | {name: self.programs[name] for name in names}
+        if names:
             compilation.numbered(*expected.values())
         return compilation.warm_up(
             {program: arguments.get(name, run) for name, program in expected.items()},
@@ -691,11 +695,6 @@ def _with_working_kernels(
         model = with_working_kernels(drafter.model, windows_of(shape, verify_length=length))
         drafter = drafter.with_fields(model=model)
     return target, drafter
-
-
-def _platform(home: PyTree) -> str:
-    """The platform of the devices of a pytree of shardings."""
-    return min(jax.tree.leaves(home)[0].device_set, key=lambda device: device.id).platform
 
 
 def _without_kv(state: DecodeState) -> DecodeState:
