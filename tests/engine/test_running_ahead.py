@@ -1,0 +1,420 @@
+"""Rounds that start before the result of those before them is read: the order in which things
+happen, and outputs and counts that do not show it. A CPU does without, so the tests switch it on.
+
+The counts of a request with a stop string are those of the rounds after which it was found, which
+depend on when it shares rounds with which others; they are compared where that is the same."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import threading
+
+import engines
+import jax
+import numpy as np
+import pytest
+import toy
+from engines import stranger
+
+from jaxspec import DraftModel, Engine, SamplingParams
+from jaxspec.engine.adaptive import DraftLengthController
+from jaxspec.engine.round_times import RoundKind, RoundTimes
+
+PROMPTS = ["a", "Once upon a time", "xyz" * 50, "def main():", "1 + 1 =", "What"]
+LONG = SamplingParams(max_tokens=90, ignore_eos=True, logprobs=2)
+LIMIT_S = 60
+
+
+@pytest.fixture(scope="module")
+def engine():
+    settings = {"max_logprobs": 2, "trace": "rounds", "rounds_per_sync": 4, "rounds_per_piece": 2}
+    return engines.engine("text", "ngram", **settings)
+
+
+@pytest.fixture(autouse=True)
+def _switched_back(engine):
+    engine.reset()
+    yield
+    engine.executor.runs_ahead = False
+    assert not engine.has_unfinished
+
+
+@pytest.fixture(scope="module")
+def mixed(engine):
+    """Greedy and sampled, with stop strings early and late, scored prompts, and one that asks for
+    nothing but the scores."""
+    params = [
+        dataclasses.replace(LONG, temperature=0.8 * (i % 2), seed=i, max_tokens=30 + 25 * (i % 3))
+        for i in range(len(PROMPTS))
+    ]
+    done = engine.generate(PROMPTS, params)
+    for index, start in ((1, 8), (2, 31), (5, 50)):
+        stop = done[index].text[start : start + 3]
+        params[index] = dataclasses.replace(params[index], stop=(stop,))
+    params[3] = dataclasses.replace(params[3], prompt_logprobs=1)
+    params[4] = SamplingParams(max_tokens=0, prompt_logprobs=2)
+    return params
+
+
+def facts(done):
+    """All that a completion says, besides times."""
+    trace = (
+        None
+        if done.trace is None
+        else [np.asarray(x).tolist() for x in jax.tree.leaves(done.trace)]
+    )
+    names = ("token_ids", "text", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs")
+    more = ("acceptance", "num_reused_tokens", "num_reread_tokens")
+    return {name: getattr(done, name) for name in (*names, *more)} | {"trace": trace}
+
+
+def outputs(done):
+    """What of a completion is output, and not a count of rounds."""
+    return {k: v for k, v in facts(done).items() if k not in ("acceptance", "trace")}
+
+
+def both(engine, scenario):
+    """What a scenario returns without and with rounds that run ahead."""
+    found = []
+    for runs_ahead in (False, True):
+        engine.reset()
+        engine.executor.runs_ahead = runs_ahead
+        found.append(scenario(engine))
+    return found
+
+
+def drained(engine):
+    done = []
+    while engine.has_unfinished:
+        done += engine.step()
+    return {one.request_id: facts(one) for one in done + engine.step()}
+
+
+# Each returns what must not depend on whether rounds run ahead.
+
+
+def a_list(engine, mixed):
+    done = engine.generate(PROMPTS, mixed)
+    return [(outputs if of.stop else facts)(one) for one, of in zip(done, mixed, strict=True)]
+
+
+def submitted(engine, mixed):
+    names = [engine.submit(p, s) for p, s in zip(PROMPTS, mixed, strict=True)]
+    found = drained(engine)
+    return [found[name] for name in names]
+
+
+def streams(engine, mixed):
+    async def read(prompt, params):
+        return [piece async for piece in engine.astream(prompt, params)]
+
+    async def read_all():
+        return await asyncio.gather(*map(read, PROMPTS, mixed))
+
+    found = []
+    for pieces in asyncio.run(read_all()):
+        done = pieces[-1].completion
+        assert sum((piece.token_ids for piece in pieces), ()) == done.token_ids
+        assert "".join(piece.text for piece in pieces) == done.text
+        if done.logprobs:
+            assert sum((piece.logprobs or () for piece in pieces), ()) == done.logprobs
+        found.append(facts(done))
+    return found
+
+
+def driven_streams(engine, mixed):
+    with engine.driven():
+        found = streams(engine, mixed)
+    for each, params in zip(found, mixed, strict=True):
+        if params.stop:  # requests arrive when they like
+            del each["acceptance"], each["trace"]
+    return found
+
+
+def counted(engine, mixed):
+    before = engine.metrics()
+    submitted(engine, mixed)
+    after = engine.metrics()
+    names = [name for name, value in before.items() if isinstance(value, int)]
+    return {name: after[name] - before[name] for name in names}
+
+
+def cancelled(engine, mixed):
+    names = [engine.submit(PROMPTS[index], LONG) for index in (0, 1, 3)]
+    engine.step()
+    engine.step()
+    engine.cancel(names[0])
+    found = drained(engine)
+    assert found[names[0]]["stop_reason"] == "cancelled"
+    assert 0 < len(found[names[0]]["token_ids"]) < LONG.max_tokens
+    return [found[name] for name in names]
+
+
+def out_of_time(engine, mixed):
+    names = [engine.submit(PROMPTS[index], LONG, timeout_s=1e6) for index in (0, 1)]
+    for _ in range(3):
+        engine.step()
+    engine._core.queue.tickets_by_row[0].deadline = 0.0
+    found = drained(engine)
+    assert "timeout" in [each["stop_reason"] for each in found.values()]
+    return [found[name] for name in names]
+
+
+def a_session(engine, mixed):
+    found = []
+    with engine.session() as session, engine.session() as other:
+        first = session.generate(PROMPTS[1], mixed[1])
+        found += [facts(first), session.num_kept_tokens, session.token_ids]
+        stream = other.stream(PROMPTS[2], LONG)
+        pieces = [next(stream).token_ids for _ in range(2)]
+        stream.close()
+        found += [pieces, other.num_kept_tokens, other.token_ids]
+        for each in (session, other):
+            # The n-grams of the rounds that were too many are gone too, and what they replaced.
+            found.append(outputs(each.generate([*each.token_ids, 70, 71], mixed[0])))
+        with other.fork() as copy:
+            found.append(outputs(copy.generate([*copy.token_ids, 72], mixed[0])))
+    return found
+
+
+SCENARIOS = (a_list, submitted, streams, driven_streams, counted, cancelled, out_of_time, a_session)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
+def test_nothing_shows_that_rounds_run_ahead(engine, mixed, scenario):
+    without, ahead = both(engine, lambda engine: scenario(engine, mixed))
+    assert ahead == without
+
+
+@pytest.mark.parametrize("scenario", [submitted, streams, counted])
+def test_counts_read_from_the_newest_state_would_show(engine, mixed, scenario, monkeypatch):
+    fetch = engine.executor.fetch
+
+    def mistaken(*fields, state=None):
+        found = fetch(*fields, state=state)
+        return found.replace(counts=fetch("counts").counts) if "counts" in fields else found
+
+    monkeypatch.setattr(engine.executor, "fetch", mistaken)
+    without, ahead = both(engine, lambda engine: scenario(engine, mixed))
+    assert ahead != without
+
+
+def test_kv_kept_up_to_where_the_row_went_would_show(engine, mixed, monkeypatch):
+    keep = engine._core.kept.keep
+
+    def too_far(ticket, state, row, finish):
+        engine.executor.settle()
+        newest = int(engine.executor.fetch("num_committed").num_committed[row])
+        extra = newest - ticket.num_committed
+        counts = ticket.acceptance
+        ticket.acceptance = dataclasses.replace(
+            counts, num_emitted_tokens=counts.num_emitted_tokens + extra
+        )
+        keep(ticket, state, row, finish)
+        ticket.acceptance = counts
+
+    monkeypatch.setattr(engine._core.kept, "keep", too_far)
+    without, ahead = both(engine, lambda engine: a_session(engine, mixed))
+    assert ahead != without
+
+
+@contextlib.contextmanager
+def waiting_programs(engine, events, *, until_read):
+    """A device that only waits: rounds take until the result of those before them has been read,
+    and from then on as long as nothing."""
+    real, read = engine.executor.programs["run"], threading.Semaphore(0)
+    fetch, numbers = engine.executor.fetch, {}
+
+    def run(params, state, *arguments):
+        number = len(numbers)
+        numbers[number] = True
+        events.append(("started", number))
+        state = jax.block_until_ready(real(params, state, *arguments))
+        if until_read and number > 0:
+            assert read.acquire(timeout=LIMIT_S), "the host waits for rounds that wait for the host"
+        events.append(("over", number))
+        return state
+
+    def note(*fields, state=None):
+        found = fetch(*fields, state=state)
+        if "counts" in fields:
+            events.append(("read", sum(what == "read" for what, _ in events)))
+            read.release()
+        return found
+
+    engine.executor.programs["run"], engine.executor.fetch = run, note
+    try:
+        yield
+    finally:
+        engine.executor.programs["run"] = real
+        del engine.executor.fetch
+
+
+@pytest.mark.parametrize("is_driven", [False, True])
+def test_the_host_reads_a_result_while_the_device_runs_the_next_rounds(engine, is_driven):
+    events = []
+    engine.executor.runs_ahead = True
+    with waiting_programs(engine, events, until_read=True):
+        with engine.driven() if is_driven else contextlib.nullcontext():
+            *_, last = engine.stream(PROMPTS[0], LONG)
+    assert len(last.completion.token_ids) == LONG.max_tokens
+    at = {event: index for index, event in enumerate(events)}
+    num_read = sum(what == "read" for what, _ in events)
+    assert num_read > 5
+    for number in range(num_read - 1):
+        assert at["started", number + 1] < at["read", number] < at["over", number + 1]
+
+
+def test_without_running_ahead_the_device_waits_for_the_host(engine):
+    events = []
+    with waiting_programs(engine, events, until_read=False):
+        list(engine.stream(PROMPTS[0], LONG))
+    at = {event: index for index, event in enumerate(events)}
+    for number in range(5):
+        assert at["over", number] < at["read", number] < at["started", number + 1]
+
+
+def test_what_needs_the_host_comes_between(engine):
+    """A request that arrives is admitted and read before more rounds are started."""
+    events, executor = [], engine.executor
+    executor.runs_ahead = True
+    prefill = executor.prefill
+
+    def noted(chunks, **settings):
+        events.append(("prefill", len(engine._core._rounds)))
+        prefill(chunks, **settings)
+
+    executor.prefill = noted
+    try:
+        engine.submit(PROMPTS[0], LONG)
+        engine.step()
+        assert len(engine._core._rounds) == 1
+        engine.submit(PROMPTS[1], LONG)
+        drained(engine)
+    finally:
+        del executor.prefill
+    assert events == [("prefill", 0), ("prefill", 0)]
+
+
+def test_rounds_that_fail(engine, mixed):
+    """The error is raised, nothing stays behind, and the engine goes on."""
+    expected = engine.generate(PROMPTS[:2], LONG)
+    engine.executor.runs_ahead = True
+    real = engine.executor.programs["run"]
+    for fails_before in (False, True):
+        calls = []
+
+        def fails(*arguments, fails_before=fails_before, calls=calls):
+            calls.append(1)
+            if len(calls) < 3:
+                return real(*arguments)
+            if not fails_before:
+                jax.block_until_ready(real(*arguments))
+            raise RuntimeError("the device is gone")
+
+        engine.executor.programs["run"] = fails
+        names = [engine.submit(prompt, LONG) for prompt in PROMPTS[:2]]
+        with pytest.raises(RuntimeError, match="is gone"):
+            drained(engine)
+        engine.executor.programs["run"] = real
+        found = drained(engine)
+        reasons = {found[name]["stop_reason"] for name in names}
+        lengths = {len(found[name]["token_ids"]) for name in names}
+        if fails_before:  # the state is as it was
+            assert (reasons, lengths) == ({None}, {LONG.max_tokens})
+        else:
+            assert reasons == {"device failure"}
+        again = engine.generate(PROMPTS[:2], LONG)
+        assert [facts(done) for done in again] == [facts(done) for done in expected]
+
+
+def test_an_engine_that_ends_amid_rounds(engine):
+    engine.executor.runs_ahead = True
+    with engine.driven():
+        stream = engine.stream(PROMPTS[0], LONG)
+        next(stream)
+    *_, last = stream
+    assert last.completion.stop_reason == "cancelled"
+    assert 0 < len(last.completion.token_ids) < LONG.max_tokens
+
+
+def test_weights_may_change_after_the_last_output(engine, mixed):
+    for _ in range(3):
+        engine.executor.runs_ahead = True
+        engine.generate(PROMPTS[:2], mixed[:2])
+        engine.update_params(target=engine.target.params)
+
+
+def test_a_warm_up_compiles_the_copy(engine):
+    made = Engine(engines.target(), batch_size=1, max_length=64)
+    assert "copy" not in made.executor._expected
+    made.executor.runs_ahead = True
+    assert len(made.warm_up()) == 1 + len(made.executor._expected)
+    compiled = made.executor.programs["copy"].compiled
+    made.generate(toy.prompts((3,)), SamplingParams(max_tokens=20, ignore_eos=True))
+    assert made.executor.programs["copy"].compiled is compiled is not None
+    assert made.executor.compile_counts()["copy"] == 1
+
+
+# ---- draft_length="auto"
+
+
+@pytest.fixture(scope="module")
+def adaptive():
+    target = engines.target("text")
+    return Engine(
+        target,
+        DraftModel(stranger(target)),
+        draft_length="auto",
+        verify_length=3,
+        batch_size=2,
+        max_length=256,
+        rounds_per_sync=4,
+    )
+
+
+def controller():
+    short = {RoundKind(n, 0): 1e-3 * (1 + 0.1 * n) for n in range(3)}
+    times = RoundTimes(
+        short_context=16, long_context=200, short_s=short, long_s=short, chunk_s=1e-4,
+        call_s=0.0, noise=0.05, error=0.05, covariance=np.eye(len(short)),
+    )  # fmt: skip
+    return DraftLengthController(times)
+
+
+def test_auto_runs_ahead_unless_it_measures(adaptive, monkeypatch):
+    """Outputs are those without; rounds that are timed start on an idle device, and are over
+    before others start; and every round is noted once."""
+    params = [dataclasses.replace(LONG, logprobs=None, max_tokens=200 - 40 * i) for i in range(4)]
+    outputs, timed, num_ahead, in_flight = [], [], 0, []
+    for runs_ahead in (False, True):
+        adaptive.reset()
+        adaptive.executor.runs_ahead = runs_ahead
+        adaptive.adaptive.controller = controller()
+        before_rounds = adaptive.adaptive.before_rounds
+
+        def noted(tickets, num_rounds, *, is_ahead=False, before_rounds=before_rounds):
+            nonlocal num_ahead
+            choice = before_rounds(tickets, num_rounds, is_ahead=is_ahead)
+            num_ahead += is_ahead
+            timed.append(choice.started_s is not None)
+            in_flight.append(len(adaptive._core._rounds))
+            return choice
+
+        with monkeypatch.context() as patch:
+            patch.setattr(adaptive.adaptive, "before_rounds", noted)
+            outputs.append([done.token_ids for done in adaptive.generate(PROMPTS[:4], params)])
+        num_noted = sum(adaptive.adaptive.controller.num_rounds.values())
+        assert num_noted <= adaptive._core.num_rounds <= num_noted + 4
+        if not runs_ahead:
+            assert num_ahead == 0
+            timed.clear()
+            in_flight.clear()
+    assert outputs[0] == outputs[1]
+    assert num_ahead > 10
+    assert any(timed)
+    for is_timed, here, later in zip(timed, in_flight, [*in_flight[1:], 0], strict=True):
+        if is_timed:
+            assert here == later == 0
