@@ -59,12 +59,8 @@ def mixed(engine):
 
 
 def facts(done):
-    """All that a completion says, besides times."""
-    trace = (
-        None
-        if done.trace is None
-        else [np.asarray(x).tolist() for x in jax.tree.leaves(done.trace)]
-    )
+    """All that a completion says, besides times; of a trace, how many rounds it has."""
+    trace = [] if done.trace is None else [len(each) for each in jax.tree.leaves(done.trace)]
     names = ("token_ids", "text", "finish_reason", "stop_reason", "logprobs", "prompt_logprobs")
     more = ("acceptance", "num_reused_tokens", "num_reread_tokens")
     return {name: getattr(done, name) for name in (*names, *more)} | {"trace": trace}
@@ -199,9 +195,6 @@ SCENARIOS = (
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 def test_nothing_shows_that_rounds_run_ahead(engine, mixed, scenario):
     without, ahead = both(engine, lambda engine: scenario(engine, mixed))
-    if isinstance(without, list) and isinstance(without[0], dict):
-        pairs = zip(ahead, without, strict=True)
-        assert [[k for k in one if one[k] != two[k]] for one, two in pairs] == [[]] * len(without)
     assert ahead == without
 
 
@@ -376,8 +369,6 @@ def test_a_warm_up_compiles_the_copy(engine):
     compiled = made.executor.programs["copy"].compiled
     made.generate(toy.prompts((3,)), SamplingParams(max_tokens=20, ignore_eos=True))
     assert made.executor.programs["copy"].compiled is compiled is not None
-    counts = made.executor.compile_counts()
-    assert counts["copy"] == counts["run"] == 1, counts
 
 
 # ---- draft_length="auto"
