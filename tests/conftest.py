@@ -4,8 +4,9 @@ A test belongs to the tier of its file, which is a marker too (`pytest -m core`)
 
     core    functions and records; no engine is built
     engine  executors, engines and serving, on small models
-    system  whole programs: commands, conversions, notebooks, meshes, benches, statistics, programs
-            as XLA compiles them for users
+    system  whole programs: commands, conversions, meshes, benches, programs as XLA compiles them
+            for users
+    slow    notebooks, statistics of samples, and the longest tests of the other tiers
 
 `pytest` alone runs the first two; `pytest -m system` and `pytest -m slow` the rest.
 """
@@ -113,7 +114,7 @@ def pytest_runtest_setup(item):
     """Chooses how a test and the fixtures made for it are compiled, the chunks in which their
     prompts are prefilled, and what JAX refuses."""
     is_fast = item.get_closest_marker("as_shipped") is None
-    is_system = item.get_closest_marker("system") is not None
+    is_system = any(item.get_closest_marker(name) for name in ("system", "slow"))
     choose_options(is_fast=is_fast)
     prefill.CHUNK = 16 if is_fast else SHIPPED_CHUNK
     engines.compiled_for = (is_fast, is_system)
@@ -147,6 +148,10 @@ def forget_programs():
 
 # Tiers by path, the first that fits; everything else under tests/ is of the tier engine.
 TIERS = {
+    "slow": (
+        "notebooks",
+        "verifiers/test_laws_sampled.py",
+    ),
     "core": (
         "lab/test_cost.py",
         "lab/test_compiled_programs.py",
@@ -207,7 +212,6 @@ TIERS = {
         "lab/test_results.py",
         "lab/test_study.py",
         "interop",
-        "notebooks",
         "property",
         "runtime/test_environment.py",
         "runtime/test_signals.py",
@@ -217,7 +221,6 @@ TIERS = {
         "test_documents.py",
         "test_imports.py",
         "training",
-        "verifiers/test_laws_sampled.py",
     ),
 }
 
@@ -235,7 +238,8 @@ def is_under(path: pathlib.Path, places: tuple[str, ...]) -> bool:
 
 
 def pytest_collection_modifyitems(items):
-    """Marks every test with its tier; a long test may be marked `system` in a file of another.
+    """Marks every test with its tier; a long test may be marked `system` or `slow` in a file of
+    another.
     Notes which files have tests that are compiled as users do."""
     for item in items:
         if item.get_closest_marker("system") is None:

@@ -175,6 +175,7 @@ def test_an_audit_finds_faults_of_the_distribution(name, verifier):
     assert "tables" in audit.sentence
 
 
+@pytest.mark.slow
 def test_a_verifier_that_accepts_everything_breaks_the_distribution(monkeypatch):
     def accept_all(self, distributions, draws):
         del self, draws
@@ -230,6 +231,7 @@ def test_the_embedded_pair(dtype, temperature):
     assert audit.study is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

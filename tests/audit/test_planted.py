@@ -58,6 +58,7 @@ def audits(target, prompts, scorer, files):
     return of
 
 
+@pytest.mark.slow
 def test_nothing_planted_is_the_engines_output_and_nothing_is_found(target, prompts, files, audits):
     engine = Engine(target, batch_size=6, max_length=120)
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)

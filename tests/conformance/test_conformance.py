@@ -433,7 +433,9 @@ SELDOM = {
     "DraftModel of a beam tree": "slow",
     "DraftModel that ends drafts early": "slow",
     "one that samples": "slow",
-    "Heads": "system",
+    "Heads": "slow",
+    "FlexDraft": "slow",
+    "Oracle": "slow",
     "Heads of a fixed shape": "slow",
     "FlexDraft in passes of its own": "slow",
 }

@@ -29,7 +29,7 @@ from jaxspec.models.registry import PRESETS
 from jaxspec.requests.requests import Request
 
 MODES = ("parallel", "sequential")
-FEWER = ("parallel", pytest.param("sequential", marks=pytest.mark.system))
+FEWER = ("parallel", pytest.param("sequential", marks=pytest.mark.slow))
 LENGTHS = (1, 2, 30, 130, 5, 7)
 PARAMS = [
     SamplingParams(max_tokens=20 + index, temperature=0.8 * (index % 2), seed=index)
@@ -141,7 +141,7 @@ def reference_hidden(target, drafter):
     [
         ("default", ()),
         ("default", WINDOWS),
-        pytest.param("xla", WINDOWS, marks=pytest.mark.system),
+        pytest.param("xla", WINDOWS, marks=pytest.mark.slow),
     ],
 )
 def test_hidden_states_are_those_of_dense_attention(mode, kernels, windows):
@@ -209,9 +209,9 @@ def test_a_draft_ends_where_the_drafter_is_not_sure(rule):
     [
         ("float32", "default", ()),
         ("float32", "default", WINDOWS),
-        pytest.param("bfloat16", "default", (), marks=pytest.mark.system),
-        pytest.param("float32", "xla", WINDOWS, marks=pytest.mark.system),
-        pytest.param("bfloat16", "xla", (), marks=pytest.mark.system),
+        pytest.param("bfloat16", "default", (), marks=pytest.mark.slow),
+        pytest.param("float32", "xla", WINDOWS, marks=pytest.mark.slow),
+        pytest.param("bfloat16", "xla", (), marks=pytest.mark.slow),
     ],
 )
 def test_modes_have_the_same_hidden_states(dtype, kernels, windows):
@@ -248,7 +248,7 @@ def test_modes_have_the_same_hidden_states(dtype, kernels, windows):
 @pytest.mark.parametrize(
     ("make", "windows"),
     [
-        pytest.param(flex.random_flex, (), marks=pytest.mark.system),
+        pytest.param(flex.random_flex, (), marks=pytest.mark.slow),
         (flex.copied_flex, ()),
         (flex.copied_flex, WINDOWS),
     ],
@@ -423,7 +423,7 @@ def test_no_cache_is_copied(kernels, mode):
     assert temporaries[1] - temporaries[0] < (layer_bytes[1] - layer_bytes[0]) / 4
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_plain_steps_between_rounds_make_hidden_states_stale(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     executor = admitted(target, drafter, exactness="ties")
@@ -598,7 +598,7 @@ def test_the_papers_sizes():
     assert round(sum(map(np.prod, shapes)) / 1e6, 1) == 501.6
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_updated_weights_are_used(target):
     first, second = (flex.random_flex(target, seed=seed, mode="parallel") for seed in (0, 1))
     engine = Engine(target, first, **SMALL)

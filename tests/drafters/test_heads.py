@@ -250,11 +250,6 @@ def drafted_by(heads, target, **settings):
     return engine, engine.generate(PROMPTS, PARAMS)
 
 
-FORMS_IN_CI = (
-    "medusa with heads for some tokens",
-    "hydra with heads of its own",
-    "clover without a block",
-)
 CASES = [
     ("clover", None),
     ("clover2", "chain"),
@@ -271,8 +266,7 @@ CASES = [
             ("clover", STATIC, pytest.mark.slow),
             ("clover", BeamTree(width=3, depth=3, nodes=6), pytest.mark.system),
             ("clover2", BudgetTree(nodes=8, depth=3), pytest.mark.slow),
-            *[(form, STATIC, pytest.mark.system) for form in FORMS_IN_CI],
-            *[(form, STATIC, pytest.mark.slow) for form in toys.FORMS if form not in FORMS_IN_CI],
+            *[(form, STATIC, pytest.mark.slow) for form in toys.FORMS],
             *[(form, "chain", pytest.mark.slow) for form in toys.FORMS],
         )
     ],
@@ -444,7 +438,7 @@ def test_nothing_is_missed_in_plain_steps(target, name):
     assert num_drafts == 16  # of two rows, in four rounds, twice
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_rounds_make_up_for_a_few_plain_steps(target):
     heads, prompts = heads_named("clover2", target, "chain"), toy.prompts((40, 9))
     executor = long_run(heads, target, prompts, exactness="ties", verify_length=4)
@@ -486,7 +480,7 @@ def test_after_hundreds_of_plain_steps_heads_draft_as_if_they_had_read_all_along
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["clover2", "clover"])
+@pytest.mark.parametrize("name", ["clover2", pytest.param("clover", marks=pytest.mark.slow)])
 def test_a_row_that_was_cut_back_drafts_again_after_a_round(target, name):
     heads, prompts = heads_named(name, target, "chain").for_target(target), toy.prompts((40, 9))
     executor = long_run(heads, target, prompts)
@@ -526,7 +520,7 @@ def test_in_a_serving_engine_they_draft_the_same(target):
     assert int(state.counts.num_accepted_tokens[1]) == num_accepted > 0
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "tree"), [("medusa", None), ("clover", "chain")])
 def test_weights_that_are_no_numbers_cost_acceptance_and_nothing_else(target, plain, name, tree):
     heads = heads_named(name, target, tree)

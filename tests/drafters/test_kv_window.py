@@ -119,7 +119,7 @@ def with_pages(monkeypatch, more):
 # What does not change
 
 
-@pytest.mark.parametrize("kernels", ["default", pytest.param("xla", marks=pytest.mark.system)])
+@pytest.mark.parametrize("kernels", ["default", pytest.param("xla", marks=pytest.mark.slow)])
 def test_the_output_is_plain_decodings_over_several_turns_of_the_ring(kernels):
     """Tokens and KV to the bit, of greedy and sampled rows."""
     rope = RopeConfig(theta=1e4, rotary_size=16)
@@ -223,7 +223,7 @@ def test_drafts_are_drawn_from_what_a_dense_reference_says(monkeypatch, is_broke
     assert all(is_greedy_right) != is_broken
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "verifier"),
     [
@@ -351,7 +351,7 @@ def test_schedulers_do_not_change_what_is_drafted():
     assert found[0] == found[1] == found[2]
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_sessions_that_are_parked_draft_as_from_nothing():
     """Two chats share one row, so that every turn finds its KV on the host."""
     engine = Engine(models()[0], windowed(), **{**SHAPE, "batch_size": 1})
@@ -367,7 +367,7 @@ def test_sessions_that_are_parked_draft_as_from_nothing():
                 assert drafted(done) == drafted(fresh)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_prefilled_row_may_be_inserted():
     engine = ServingEngine(models()[0], windowed(), **SHAPE)
     params = SamplingParams(max_tokens=30)

@@ -108,9 +108,9 @@ def test_turns_equal_the_same_chat_from_nothing_and_read_only_what_is_new(engine
     [
         pytest.param(None, marks=pytest.mark.slow),
         "ngram",
-        pytest.param("draft tree", marks=pytest.mark.system),
+        pytest.param("draft tree", marks=pytest.mark.slow),
         pytest.param("clover", marks=pytest.mark.slow),
-        pytest.param("clover2", marks=pytest.mark.system),
+        pytest.param("clover2", marks=pytest.mark.slow),
     ],
 )
 def test_every_drafter_keeps_what_it_can(name):
@@ -593,7 +593,9 @@ def test_a_lost_state_costs_a_reread(ngram, monkeypatch):
         {"draft_length": "auto", "exactness": "ties"},
         pytest.param({"scheduler": jaxspec.Static()}, marks=pytest.mark.slow),
         pytest.param({"scheduler": jaxspec.Pool(window_size=3)}, marks=pytest.mark.slow),
-        {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"},
+        pytest.param(
+            {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"}, marks=pytest.mark.slow
+        ),
         pytest.param({"verifier": "rejection"}, marks=pytest.mark.slow),
     ],
     ids=str,

@@ -662,7 +662,7 @@ def draft_model(tree=BEAM, **options):
     return DraftModel(draft, tree=tree, **options)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "options"),
     [
@@ -684,7 +684,7 @@ def test_trees_of_a_draft_model_are_planned(length, options, monkeypatch):
         found.engine(target, draft_model(tree=None, **options))
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "batch"),
     [pytest.param("auto", 1, marks=SLOW), ("auto", 4), pytest.param("sequential", 1, marks=SLOW)],

@@ -84,6 +84,7 @@ def test_rounds_drafts_and_reading_are_those_of_a_simulation(target):
     assert (settings["layout"], settings["scheduler"]) == ("aligned", Pool(window_size=7))
 
 
+@pytest.mark.slow
 def test_a_draft_cache_reads_what_is_drafted_and_committed(target):
     prompts, asked = toy.prompts((60, 40)), SamplingParams(max_tokens=40)
     draft = toy.model(num_layers=1, seed=1)

@@ -224,7 +224,7 @@ def test_texts_that_are_too_short_are_skipped_and_counted(tmp_path, target, text
     assert result["held_out"]["all"]["num_tokens"][0] == 60
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_rounds_on_texts_are_those_of_the_engine(target, trained):
     """So the accuracy of training is that of drafting, at every position that a round begins at."""
     model = load_model(target)
