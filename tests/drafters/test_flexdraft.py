@@ -139,7 +139,7 @@ def reference_hidden(target, drafter):
 @pytest.mark.parametrize(
     ("kernels", "windows"),
     [
-        ("default", ()),
+        pytest.param("default", (), marks=pytest.mark.slow),
         ("default", WINDOWS),
         pytest.param("xla", WINDOWS, marks=pytest.mark.slow),
     ],
@@ -207,7 +207,7 @@ def test_a_draft_ends_where_the_drafter_is_not_sure(rule):
 @pytest.mark.parametrize(
     ("dtype", "kernels", "windows"),
     [
-        ("float32", "default", ()),
+        pytest.param("float32", "default", (), marks=pytest.mark.slow),
         ("float32", "default", WINDOWS),
         pytest.param("bfloat16", "default", (), marks=pytest.mark.slow),
         pytest.param("float32", "xla", WINDOWS, marks=pytest.mark.slow),
@@ -540,6 +540,7 @@ def test_nan_in_a_projector_leaves_the_output_alone(target, plain, mode):
         assert all(c.finish_reason == "length" for c in found)
 
 
+@pytest.mark.slow
 def test_a_smaller_block_drafts_less(target, plain):
     config = flex.config_of(target, block_size=8)
     params = flex.copied_params(config, target)
@@ -551,6 +552,7 @@ def test_a_smaller_block_drafts_less(target, plain):
     assert max(c.acceptance.depth for c in found) == 2
 
 
+@pytest.mark.slow
 def test_a_window_wider_than_the_block_is_filled_up_to_it(target, plain):
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
     engine = Engine(target, drafter, verify_length=7, **SMALL)

@@ -887,6 +887,7 @@ def test_new_weights_are_tried_at_once(adaptive_engine, target):
     assert made.rounds_by_draft_length[0] == num_plain
 
 
+@pytest.mark.slow
 def test_an_engine_chooses_the_number_of_nodes(make, target, plain):
     beams = jaxspec.DraftModel(target, tree=jaxspec.trees.BeamTree(width=2, depth=2, nodes=4))
     made = make(beams, draft_length="auto", exactness="ties")

@@ -41,6 +41,7 @@ def test_the_cpu_kernels_keep_it_in_trees(dtype):
     assert holds(model, verify_length=2, tree_depth=3)
 
 
+@pytest.mark.slow
 def test_where_the_cpu_kernels_leave_products_to_xla_nothing_is_declared(caplog):
     model = toy.model(kernels="native")
     assert holds(model, batch_size=100)

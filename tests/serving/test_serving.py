@@ -548,6 +548,7 @@ def test_new_weights_and_what_is_left_of_the_old_ones(target, draft, requests, e
     assert set(compiled) == {1}
 
 
+@pytest.mark.slow
 def test_a_budget_lowers_the_number_of_rows(target):
     whole = ServingEngine(target, NGram(), **SHAPE)
     budget = fit_bytes(target, 2)
