@@ -149,7 +149,11 @@ def forget_programs():
 # Tiers by path, the first that fits; everything else under tests/ is of the tier engine.
 TIERS = {
     "slow": (
+        "audit/test_audited_files.py",
+        "audit/test_judge.py",
+        "audit/test_planted.py",
         "notebooks",
+        "training/test_training.py",
         "verifiers/test_laws_sampled.py",
     ),
     "core": (

@@ -83,6 +83,7 @@ def test_a_bench_writes_its_file_and_leaves_no_lock(cli, tmp_path):
     assert list(out.parent.iterdir()) == [out]
 
 
+@pytest.mark.slow
 def test_decode_compares_every_draft_length_with_plain(document):
     runs = document["runs"]
     assert [(run["batch_size"], run["draft_length"]) for run in runs] == [(2, 0), (2, 2)]
@@ -350,6 +351,7 @@ def middle(engine):
     return state
 
 
+@pytest.mark.slow
 def test_a_state_in_mid_decode_goes_on_as_an_uninterrupted_run(engine, middle):
     prompts = toy.prompts([4, 11])
     expected = engine.generate(prompts, SamplingParams(max_tokens=18, ignore_eos=True))

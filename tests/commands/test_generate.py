@@ -568,6 +568,7 @@ def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path
         assert message in refused(*base, "--drafter", name)
 
 
+@pytest.mark.slow
 def test_settings_of_a_drafter(cli, refused, models):
     base = ("generate", "--target", models.target, "--prompt", "abcabcabc", "--max-tokens", 9)
     early, tree = '{"min_confidence": 0.25}', '{"tree": "2x3:5", "kv_window": 256, "kv_sinks": 8}'
