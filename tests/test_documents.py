@@ -56,8 +56,16 @@ def test_the_five_lines_of_the_readme_run():
     assert len([line for line in statements if line]) == 4
 
 
+LONG = ("acceptance", "adding-a-drafter", "trees")  # a minute or more
+
+
 @pytest.mark.parametrize(
-    "page", [page for page in PAGES[1:] if blocks(page, "python")], ids=lambda page: page.stem
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem in LONG))
+        for page in PAGES[1:]
+        if blocks(page, "python")
+    ],
 )
 def test_the_examples_of_a_page_run(page, monkeypatch):
     monkeypatch.setenv("MPLBACKEND", "Agg")

@@ -387,7 +387,10 @@ def same_bits(ours, theirs):
 
 
 @pytest.mark.parametrize("heads_axis", ["model", None])
-@pytest.mark.parametrize("kind", ["chain", "tree", "int8", "parts"])
+@pytest.mark.parametrize(
+    "kind", ["chain", pytest.param("tree", marks=pytest.mark.slow), "int8",
+             pytest.param("parts", marks=pytest.mark.slow)]
+)  # fmt: skip
 def test_attention_has_the_bits_of_one_device(kind, heads_axis):
     inputs = attention_inputs(kind)
     compiled = attend_on_mesh(heads_axis).lower(*inputs).compile()
