@@ -149,9 +149,9 @@ def runnable(page: pathlib.Path) -> list[str]:
 
 WITH_SOME = [page for page in PAGES if runnable(page)]
 GATED = [
-    page
+    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "command-line"))
     for page in WITH_SOME
-    # Other pages repeat lines of this one.
+    # Other pages repeat lines of these.
     if page.stem in ("command-line", "scaling")
 ]
 
@@ -243,7 +243,7 @@ def run(folder: pathlib.Path, lines: list[str]) -> str:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", GATED, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", GATED)
 def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
     lines = [line for line in runnable(page) if begins(line, IN_THE_GATE)]
     said = run(folder, lines)

@@ -256,15 +256,15 @@ CASES = [
     *[
         pytest.param(name, tree, marks=mark)
         for name, tree, mark in (  # the slow ones are more trees of the same heads
-            ("medusa", STATIC, pytest.mark.system),
-            ("hydra", "chain", pytest.mark.system),
+            ("medusa", STATIC, pytest.mark.slow),
+            ("hydra", "chain", pytest.mark.slow),
             ("clover2", STATIC, pytest.mark.slow),
             ("medusa", "chain", pytest.mark.slow),
             ("medusa", None, pytest.mark.slow),
             ("hydra", STATIC, pytest.mark.slow),
             ("clover", "chain", pytest.mark.slow),
             ("clover", STATIC, pytest.mark.slow),
-            ("clover", BeamTree(width=3, depth=3, nodes=6), pytest.mark.system),
+            ("clover", BeamTree(width=3, depth=3, nodes=6), pytest.mark.slow),
             ("clover2", BudgetTree(nodes=8, depth=3), pytest.mark.slow),
             *[(form, STATIC, pytest.mark.slow) for form in toys.FORMS],
             *[(form, "chain", pytest.mark.slow) for form in toys.FORMS],
@@ -345,13 +345,13 @@ class Stale(Heads):
             for *case, mark in (  # the slow ones are the same faults in other heads
                 (Late, "clover", "chain", pytest.mark.slow),
                 (KeepsRejected, "medusa", STATIC, pytest.mark.slow),
-                (KeepsRejected, "clover", STATIC, pytest.mark.system),
-                (PostNorm, "medusa", "chain", pytest.mark.system),
+                (KeepsRejected, "clover", STATIC, pytest.mark.slow),
+                (PostNorm, "medusa", "chain", pytest.mark.slow),
                 (PostNorm, "clover", "chain", pytest.mark.slow),
-                (WrongPath, "hydra", "chain", pytest.mark.system),
+                (WrongPath, "hydra", "chain", pytest.mark.slow),
                 (WrongPath, "clover", STATIC, pytest.mark.slow),
                 (WrongPath, "clover2", "chain", pytest.mark.slow),
-                (WrongEntry, "clover2", "chain", pytest.mark.system),
+                (WrongEntry, "clover2", "chain", pytest.mark.slow),
             )
         ],
     ],
@@ -414,7 +414,7 @@ def catch_up(executor):
     assert not np.any(executor.lags())
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
@@ -479,7 +479,7 @@ def test_after_hundreds_of_plain_steps_heads_draft_as_if_they_had_read_all_along
             check_rounds(heads, target, found, [params] * 2)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["clover2", pytest.param("clover", marks=pytest.mark.slow)])
 def test_a_row_that_was_cut_back_drafts_again_after_a_round(target, name):
     heads, prompts = heads_named(name, target, "chain").for_target(target), toy.prompts((40, 9))
@@ -635,7 +635,7 @@ def test_they_say_what_they_are(target):
     assert (bound.target, heads.target) == (target, None)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

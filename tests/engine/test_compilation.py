@@ -90,6 +90,7 @@ def test_the_check_above_catches_a_copy():
     assert hlo.whole_cache_moves(text, {math.prod(shape)})
 
 
+@pytest.mark.slow
 def test_the_params_of_both_models_are_arguments_not_constants(engines):
     for engine in engines(jnp.float32, 256, scheduler=Static()):  # compiled above too
         text = hlo.compiled(engine).as_text()

@@ -200,7 +200,7 @@ MANY = [
 ]
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pair", "verifier", "draft_dtype", "each", "options"),
     MANY,
@@ -244,7 +244,7 @@ def test_predicted_bytes_against_measured(pair, verifier, draft_dtype, each, opt
 WIDE = toy.config(vocab_size=8192, width=16, feed_forward_width=24, num_layers=1)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("drafter", "verifier", "rows", "length"),
     [
@@ -267,7 +267,7 @@ def test_a_round_needs_what_is_counted_for_its_logits(drafter, verifier, rows, l
     assert counted.logits_bytes + counted.draft_probs_bytes < 0.5 * rounds.added_bytes
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize("max_logprobs", [0, 5])
 def test_scoring_prompts_needs_what_is_counted(max_logprobs, monkeypatch):
     monkeypatch.setattr(prefill, "CHUNK", 128)

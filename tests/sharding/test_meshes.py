@@ -23,7 +23,7 @@ HERE = pathlib.Path(__file__).parent
     ("module", "marks"),
     [
         ("eight_devices.py", "not slow"),
-        ("engine_on_eight_devices.py", "not slow"),
+        pytest.param("engine_on_eight_devices.py", "not slow", marks=pytest.mark.slow),
         pytest.param("eight_devices.py", "slow", marks=pytest.mark.slow),
         pytest.param("engine_on_eight_devices.py", "slow", marks=pytest.mark.slow),
     ],
