@@ -56,7 +56,7 @@ COMMANDS = {
 # Options that may be 0 or below, and mean it.
 ZERO = {
     "seed", "seeds", "temperature", "warmup_steps", "long_fraction", "oracle", "budget_s",
-    "acceptance", "per_position",
+    "acceptance", "window_acceptance", "per_position",
 }  # fmt: skip
 ZERO_OF = {("plan", "draft_lengths"), ("plan", "max_logprobs"), ("serve", "port")}
 

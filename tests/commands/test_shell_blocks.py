@@ -246,9 +246,8 @@ def run(folder: pathlib.Path, lines: list[str]) -> str:
 @pytest.mark.parametrize("page", GATED)
 def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
     lines = [line for line in runnable(page) if begins(line, IN_THE_GATE)]
-    said = run(folder, lines)
+    run(folder, lines)
     if page.stem == "command-line":
-        assert "finished: " in said
         assert (folder / "answers.jsonl").read_text().count("\n") == 2
         assert (folder / "DST" / "params").is_dir()
 

@@ -124,9 +124,9 @@ def plan_memory(
         max_logprobs = whole_number("max_logprobs", max_logprobs, least=0)
     check_between("batch * context", batch * context, 1, LARGEST_NUM_SLOTS)
     keep = number("keep", keep, above=0, most=1, expected="above 0 and at most 1")
-    acceptance, mesh = _as_acceptance(acceptance), _as_mesh(mesh)
+    acceptance, mesh = _as_acceptance("acceptance", acceptance), _as_mesh(mesh)
     if window_acceptance is not None:
-        window_acceptance = _as_acceptance(window_acceptance)
+        window_acceptance = _as_acceptance("window_acceptance", window_acceptance)
     device = text("device", device)
     dtype = None if dtype is None else parse_dtype(dtype).name
     if not callable(say):
@@ -178,7 +178,7 @@ def plan_memory(
     return Planner(request=request, say=say).plan(budget_bytes, keep=keep)
 
 
-def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
+def _as_acceptance(name: str, acceptance: Any) -> float | tuple[float, ...]:
     """One chance, or one for each position.
 
     Raises:
@@ -187,11 +187,11 @@ def _as_acceptance(acceptance: Any) -> float | tuple[float, ...]:
     expected = "a probability, or one for each position"
 
     def chance(value: Any) -> float:
-        return number("acceptance", value, least=0, most=1, expected=expected)
+        return number(name, value, least=0, most=1, expected=expected)
 
     if getattr(acceptance, "shape", ()) == () and not isinstance(acceptance, Iterable):
         return chance(acceptance)
-    return tuple(map(chance, listed("acceptance", acceptance)))
+    return tuple(map(chance, listed(name, acceptance)))
 
 
 def _as_mesh(mesh: Any) -> tuple[int, int]:
