@@ -269,7 +269,6 @@ def samples(engine, *, temperature):
     return engine.generate(PROMPTS[:1], params)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("drawn_at", "holds"), [(1.0, True), (3.0, False)])
 def test_samples_are_tested_against_the_distribution(audit_of, engine, drawn_at, holds):
     said = {"temperature": 1.0, "top_k": 12, "max_tokens": 4}

@@ -58,7 +58,6 @@ def audits(target, prompts, scorer, files):
     return of
 
 
-@pytest.mark.slow
 def test_nothing_planted_is_the_engines_output_and_nothing_is_found(target, prompts, files, audits):
     engine = Engine(target, batch_size=6, max_length=120)
     params = SamplingParams(max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -70,7 +69,6 @@ def test_nothing_planted_is_the_engines_output_and_nothing_is_found(target, prom
     assert audit.tie_p_value > 0.5
 
 
-@pytest.mark.slow
 def test_second_best_tokens_are_found_in_every_file(audits):
     assert [audit.holds for audit, _ in audits("the second best")] == [False] * 3
 
@@ -84,7 +82,6 @@ def test_a_single_fault_is_found_in_every_output_where_rounding_is_far_away(audi
     assert row["num_clear_found"] == row["num_clear"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["stale KV", "positions of generated", "two tokens share", "a hole of one"]
 )
@@ -111,7 +108,6 @@ def coarse(prompts):
     return target, Scorer(target, max_length=120), file
 
 
-@pytest.mark.slow
 def test_small_gaps_are_found_in_bf16_too(coarse):
     target, scorer, file = coarse
     assert not audit_outputs(target, file, scorer=scorer).holds

@@ -108,7 +108,11 @@ RENAMED = {"/250000/": "/8192/", "/500000/": "/16384/", "/1000000/": "/24576/",
            "/2000000/": "/32768/"}  # fmt: skip
 
 IN_THE_GATE = (
+    "jaxspec generate --target Qwen/Qwen3-8B",
     "jaxspec generate --target MODEL --drafter ngram",
+    "jaxspec chat",
+    "jaxspec audit --target MODEL --draft MODEL",
+    "jaxspec bench predict",
     "jaxspec convert",
     "jaxspec cache",
     "jaxspec doctor --versions",
@@ -149,6 +153,7 @@ def runnable(page: pathlib.Path) -> list[str]:
 
 WITH_SOME = [page for page in PAGES if runnable(page)]
 GATED = [
+    # The page of all commands takes minutes.
     pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "command-line"))
     for page in WITH_SOME
     # Other pages repeat lines of these.
@@ -246,9 +251,11 @@ def run(folder: pathlib.Path, lines: list[str]) -> str:
 @pytest.mark.parametrize("page", GATED)
 def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
     lines = [line for line in runnable(page) if begins(line, IN_THE_GATE)]
-    run(folder, lines)
+    said = run(folder, lines)
     if page.stem == "command-line":
+        assert "finished: " in said
         assert (folder / "answers.jsonl").read_text().count("\n") == 2
+        assert (folder / "report.html").is_file()
         assert (folder / "DST" / "params").is_dir()
 
 

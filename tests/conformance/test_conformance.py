@@ -430,12 +430,8 @@ DRAFTERS = {
 SELDOM = {
     "Oracle with cost": "slow",
     "DraftModel of a fixed shape": "slow",
-    "DraftModel of a beam tree": "slow",
-    "DraftModel that ends drafts early": "slow",
-    "one that samples": "slow",
-    "Heads": "slow",
-    "FlexDraft": "slow",
-    "Oracle": "slow",
+    "DraftModel of a beam tree": "system",
+    "Heads": "system",
     "Heads of a fixed shape": "slow",
     "FlexDraft in passes of its own": "slow",
 }

@@ -26,7 +26,7 @@ def engines():
 
     @functools.cache
     def make(dtype, max_length, *, batch_size=4, scheduler=None):
-        target = toy.model(dtype=dtype, num_layers=1)  # others would be compiled alike
+        target = toy.model(dtype=dtype)
         draft = toy.model(seed=1, dtype=dtype, width=24, num_layers=1, **SMALL)
         shape = {"batch_size": batch_size, "max_length": max_length, "scheduler": scheduler}
         drafters = (None, jaxspec.DraftModel(draft), jaxspec.NGram())

@@ -18,13 +18,13 @@ def setting(request):
     ("setting", "name"),
     [
         (NATIVE, "DraftModel"),
-        pytest.param(NATIVE, "a tree", marks=pytest.mark.slow),
-        pytest.param("float32, xla", "DraftModel", marks=pytest.mark.slow),
+        (NATIVE, "a tree"),
+        ("float32, xla", "DraftModel"),
         pytest.param(
             "float32, xla", "DraftModel of the target, a beam tree", marks=pytest.mark.slow
         ),
-        pytest.param(XLA, "DraftModel", marks=pytest.mark.slow),
-        pytest.param(XLA, "Oracle", marks=pytest.mark.slow),
+        (XLA, "DraftModel"),
+        (XLA, "Oracle"),
     ],
     indirect=["setting"],
 )

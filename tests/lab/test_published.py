@@ -84,7 +84,6 @@ def test_rounds_drafts_and_reading_are_those_of_a_simulation(target):
     assert (settings["layout"], settings["scheduler"]) == ("aligned", Pool(window_size=7))
 
 
-@pytest.mark.slow
 def test_a_draft_cache_reads_what_is_drafted_and_committed(target):
     prompts, asked = toy.prompts((60, 40)), SamplingParams(max_tokens=40)
     draft = toy.model(num_layers=1, seed=1)
@@ -108,7 +107,6 @@ def test_list_scheduling_of_a_drawn_example():
     assert list_scheduling([3, 1, 2, 4], 1) == 10
 
 
-@pytest.mark.slow
 def test_broken_systems_are_broken_only_while_asked_for(target):
     """BSP and DSD ruin outputs; the same settings without their faults do not."""
     prompts, params = toy.prompts((9, 4, 12, 7)), SamplingParams(max_tokens=16, ignore_eos=True)

@@ -430,7 +430,6 @@ def test_a_model_is_written_before_it_is_measured(tmp_path, corpora, trained, mo
     assert export.is_hugging_face(config.out / "model")
 
 
-@pytest.mark.slow
 def test_a_draft_vocabulary_has_the_most_frequent_tokens(tmp_path, corpora, trained):
     teacher = str(trained[0] / "model")
     config = tiny(

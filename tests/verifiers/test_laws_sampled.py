@@ -134,6 +134,7 @@ def run(name, kind):
 # One law for every rule, for `block` the one that its sabotage breaks; the others are slow.
 IN_GATE = [
     ("coupled", "random"),
+    ("coupled:independent", "random"),
     ("rejection", "random"),
     ("block", "memoryless"),
 ]
@@ -153,7 +154,7 @@ def test_tokens_of_four_rounds_follow_the_target(name, kind):
 TREES = {"two by two": (-1, -1, 0, 0, 1, 1), "three, two, one": (-1, -1, -1, 0, 0, 3)}
 
 
-@pytest.mark.parametrize("name", [pytest.param("coupled", marks=pytest.mark.slow), "rejection"])
+@pytest.mark.parametrize("name", ["coupled", "rejection"])
 @pytest.mark.parametrize(
     "tree", [pytest.param("two by two", marks=pytest.mark.slow), "three, two, one"]
 )
@@ -198,7 +199,6 @@ def test_first_drafts_are_accepted_as_often_as_theory_says(name):
     assert abs(deviations) < scipy.stats.norm.isf(ALPHA / 2)
 
 
-@pytest.mark.slow
 def test_accepted_tokens_of_memoryless_distributions():
     beta = 0.65
     mean, error = {}, {}
