@@ -41,7 +41,8 @@ import engines
 import jax
 import psutil
 import pytest
-from jax._src import compiler
+from jax._src import compiler, pjit
+from jax._src.interpreters import pxla
 
 from jaxspec.engine import round_times
 from jaxspec.models import prefill
@@ -120,6 +121,15 @@ def pytest_runtest_setup(item):
     engines.compiled_for = (is_fast, is_system)
     jax.config.update("jax_numpy_rank_promotion", "allow" if is_system else "raise")
     jax.config.update("jax_debug_key_reuse", not is_system)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Frees what was lowered once it is compiled. JAX keeps each program's MLIR, over a megabyte of
+    it even for a single addition, and lowering takes several times as long with thousands of them
+    around. What was compiled stays."""
+    pjit._pjit_lower.cache_clear()
+    pxla._cached_lowering_to_hlo.cache_clear()
 
 
 FORGETS_FROM_BYTES = 3 * 2**30
