@@ -159,7 +159,7 @@ def test_sampled_outputs_that_are_cut_break_the_distribution(rejecting, monkeypa
 @pytest.mark.parametrize(
     ("name", "verifier"),
     [
-        ("one_stream", jaxspec.Rejection()),
+        pytest.param("one_stream", jaxspec.Rejection(), marks=pytest.mark.slow),
         pytest.param("position_only_keys", jaxspec.Block(), marks=pytest.mark.slow),
         pytest.param(
             "draft_filtered_in_another_order", jaxspec.Rejection(), marks=pytest.mark.slow

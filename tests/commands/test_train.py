@@ -20,7 +20,8 @@ from jaxspec.training.lm_runs import load_run
 
 
 @pytest.mark.parametrize(  # the others: tests/training/test_train_drafters.py
-    ("kind", "options"), [("medusa", ("--num-layers", 2)), ("clover2", ())]
+    ("kind", "options"),
+    [pytest.param("medusa", ("--num-layers", 2), marks=pytest.mark.slow), ("clover2", ())],
 )
 @pytest.mark.filterwarnings("ignore::jaxspec.errors.JaxspecWarning")
 def test_from_documents_to_drafts(cli, tmp_path, kind, options):

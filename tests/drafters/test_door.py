@@ -152,7 +152,7 @@ class Watching(Drafter):
 
 
 @pytest.mark.as_shipped
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_resting_drafter_with_taps_never_lags_over_hundreds_of_plain_steps():
     target = toy.model(num_layers=1)
     engine = Engine(

@@ -264,7 +264,7 @@ def test_a_window_of_kv_may_be_narrower_than_what_a_round_scores(monkeypatch):
 # Rows that rest, move and return
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_drafter_that_fell_behind_catches_up_over_turns_of_the_ring():
     """It drafts what it would have drafted for the same text as a prompt."""
     [request] = requests_of([PROMPTS[2]], SamplingParams(max_tokens=400))

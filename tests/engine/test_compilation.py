@@ -65,8 +65,9 @@ def test_state_is_donated_and_temporaries_do_not_grow_with_capacity(
         assert after - before <= allowed, (engine, before, after)
 
 
-@pytest.mark.parametrize("batch_size", [pytest.param(1, marks=pytest.mark.slow), 4])
-@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+@pytest.mark.slow  # with the kernels of CPUs: kernels/test_cpu_models.py
+@pytest.mark.parametrize("batch_size", [1, 4])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_no_instruction_copies_or_converts_a_whole_cache(engines, dtype, batch_size):
     for engine in engines(dtype, 2048, batch_size=batch_size):
         state = engine.executor.eval_state()

@@ -123,7 +123,7 @@ IN_BFLOAT16 = {  # where each tier has those that differ in how they score and s
     "a tree": (),
     "Heads of Clover, a budget": (),
     "FlexDraft, parallel": (),
-    "DraftModel of the target, a beam tree": pytest.mark.system,
+    "DraftModel of the target, a beam tree": pytest.mark.slow,
     "Oracle with cost": pytest.mark.slow,
     "drafts that ride along": pytest.mark.system,
     "FlexDraft of copied projectors, sequential": pytest.mark.system,
@@ -349,7 +349,12 @@ def test_seeds_differ_and_are_reported(setting):
 )
 @pytest.mark.parametrize("scheduler", ["pool", "continuous"])
 @pytest.mark.parametrize(
-    "name", ["DraftModel of the target, a beam tree", "DraftModel, a fixed shape", "a tree"]
+    "name",
+    [
+        "DraftModel of the target, a beam tree",
+        pytest.param("DraftModel, a fixed shape", marks=pytest.mark.slow),
+        "a tree",
+    ],
 )
 def test_schedulers_agree_on_trees(setting, name, scheduler):
     """Greedy and sampled rows side by side, more requests than rows."""

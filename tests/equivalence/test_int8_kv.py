@@ -108,7 +108,9 @@ def test_the_aligned_layout_gives_plain_decodings_codes(setting):
 
 @pytest.mark.system
 @needs_native
-@pytest.mark.parametrize("setting", [INT8_FP32, INT8_NATIVE], indirect=True)
+@pytest.mark.parametrize(
+    "setting", [pytest.param(INT8_FP32, marks=pytest.mark.slow), INT8_NATIVE], indirect=True
+)
 def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
     """With the native kernels, which read again to the bit."""
     prompts, params = setting.prompts, PARAMS[2]
@@ -129,7 +131,9 @@ def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
 
 @pytest.mark.system
 @pytest.mark.parametrize(
-    "setting", [*FEW, pytest.param(INT8_PALLAS, marks=pytest.mark.slow)], indirect=True
+    "setting",
+    [*FEW[1:], *(pytest.param(x, marks=pytest.mark.slow) for x in (INT8_XLA, INT8_PALLAS))],
+    indirect=True,
 )
 def test_the_model_keeps_the_contracts_of_decoding(setting):
     check_model(setting.target).assert_ok()

@@ -146,13 +146,13 @@ def engine_for(target, drafter, verifier):
     )
 
 
-# The first two are also tested without an engine.
-SLOW = ("rejection, deterministic trees", "coupled, trees", "block, draft vocabulary")
+# One of each kind of draft; verifiers/test_laws_exactly.py has the others without an engine.
+IN_GATE = ("rejection", "rejection, trees")
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in VERIFIERS],
+    [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.slow) for name in VERIFIERS],
 )
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     if "trees" in name:
@@ -181,8 +181,8 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
 
 
 STATIC = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
-HEADS = [  # one chain and one tree; the others are slow
-    ("medusa", "chain"),
+HEADS = [
+    pytest.param("medusa", "chain", marks=pytest.mark.slow),
     pytest.param("medusa", STATIC, marks=pytest.mark.slow),
     pytest.param("clover", "chain", marks=pytest.mark.slow),
     ("clover", STATIC),

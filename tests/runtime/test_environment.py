@@ -146,7 +146,7 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
         "    lambda name, **_: hits.append(name) if name.endswith('/cache_hits') else None\n"
         ")\n"
         "jaxspec.enable_compilation_cache()\n"
-        "Engine(toy.model(), batch_size=1, max_length=128).generate([[1, 2]])\n"
+        "Engine(toy.model(kernels='xla'), batch_size=1, max_length=128).generate([[1, 2]])\n"
         "print(len(hits))\n"
     )
     environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
