@@ -104,7 +104,7 @@ def default_kernels() -> KernelsName:
     """
     wanted, problem = _wanted_kernels(jax.default_backend())
     name: KernelsName = wanted if problem is None else "xla"
-    if wanted == "mosaic" and problem is not None and _problem_on_gpu("pallas") is None:
+    if wanted == "mosaic" and problem is not None and problem_on_gpu("pallas") is None:
         name = "pallas"
     environment.note_kernels(name, family=family_of(name), fallback=problem)
     if problem is not None:
@@ -124,10 +124,10 @@ def _wanted_kernels(platform: str) -> tuple[KernelsName, str | None]:
         return name, (
             f"this GPU has compute capability {capability:.1f}, and Triton needs {LEAST_CAPABILITY}"
         )
-    return name, _problem_on_gpu(name)
+    return name, problem_on_gpu(name)
 
 
-def _problem_on_gpu(name: KernelsName) -> str | None:
+def problem_on_gpu(name: KernelsName) -> str | None:
     """Why the kernels of this name cannot be imported, or why `jaxspec doctor` advises against
     them; None if neither."""
     try:

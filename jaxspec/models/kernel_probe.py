@@ -21,7 +21,7 @@ import numpy as np
 
 from jaxspec.cache import pages as kv
 from jaxspec.kernels.base import XLA, Kernels
-from jaxspec.kernels.registry import KernelsName, get_kernels
+from jaxspec.kernels.registry import KernelsName, get_kernels, problem_on_gpu
 from jaxspec.kernels.xla import block_attention
 from jaxspec.models import layers
 from jaxspec.models.base import LanguageModel
@@ -34,8 +34,10 @@ _log = logging.getLogger(__name__)
 
 # What takes the place of kernels that do not work.
 FALLBACKS: dict[KernelsName, KernelsName] = {"mosaic": "pallas", "pallas": "xla", "native": "xla"}
-# The largest difference, as a fraction of the largest value.
-TOLERANCE = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 4e-3}
+# The largest difference, as a fraction of the largest value of its token: the heads of a long
+# context are averages of many values, and thereby far smaller than those of a short one. In 16 bits
+# kernels that work differ by one unit in the last place, or by two (7.8e-3 each in bfloat16).
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2, "float16": 8e-3}
 MOST_ROWS = 4  # of a probe, whatever the batch size: rows do not depend on each other
 
 
@@ -92,6 +94,8 @@ def with_working_kernels(model: LanguageModel, windows: Sequence[WindowSize]) ->
         if why is None:
             break
         instead = FALLBACKS[model.kernels]
+        if instead == "pallas" and problem_on_gpu(instead) is not None:
+            instead = FALLBACKS[instead]
         _log.warning(
             "The %s kernels cannot be used for %s on this device: %s. The kernels %s are used "
             "instead; they are slower, and two tokens that tie within rounding may be exchanged.",
@@ -118,13 +122,13 @@ def problem(model: LanguageModel, windows: Sequence[WindowSize]) -> str | None:
         tolerance = max(tolerance, 2 / 127)  # a code may be rounded the other way
     if worst <= tolerance:
         return None
-    return f"its results differ from XLA's by {worst:.1e} of the largest value"
+    return f"its results differ from XLA's by {worst:.1e} of the largest value of a token"
 
 
 def disagreement(model: LanguageModel, size: WindowSize) -> float:
     """The largest difference between what the model's kernels and XLA's compute, as a fraction of
-    the largest value; infinite if a value is not finite. Compared are the heads of a window, the KV
-    that is written, and products where the kernels have their own."""
+    the largest value of the same token; infinite if a value is not finite. Compared are the heads
+    of a window, the KV that is written, and products where the kernels have their own."""
     kernels = get_kernels(model.kernels, model.platform)
     reference = dataclasses.replace(
         XLA.on(model.platform), attention=functools.partial(block_attention, is_reference=True)
@@ -226,6 +230,9 @@ def _difference(ours: PyTree, theirs: PyTree) -> float:
     worst = 0.0
     for mine, reference in zip(ours, theirs, strict=True):
         mine, reference = np.asarray(mine, np.float32), np.asarray(reference, np.float32)
-        found = np.abs(mine - reference).max() / max(np.abs(reference).max(), 1e-9)
+        # Heads and KV are by row and token, products by token.
+        of_a_token = tuple(range(min(2, mine.ndim - 1), mine.ndim))
+        scale = np.maximum(np.abs(reference).max(axis=of_a_token, keepdims=True), 1e-9)
+        found = (np.abs(mine - reference) / scale).max()
         worst = max(worst, float(found) if np.isfinite(found) else np.inf)
     return worst

@@ -11,6 +11,7 @@ import toy
 from jaxspec import DraftModel, Engine, SamplingParams
 from jaxspec.kernels import pallas
 from jaxspec.lab import doctor
+from jaxspec.models import kernel_probe
 from jaxspec.models.config import RopeConfig
 from jaxspec.models.kernel_probe import (
     WindowSize,
@@ -40,7 +41,7 @@ def test_kernels_that_work_are_kept(kernels, dtype):
     ours = model(kernels, dtype)
     windows = (ROUND, TREE, CHUNK)
     found = [disagreement(ours, window) for window in windows]
-    assert 0 < max(found) < (1e-5 if dtype == jnp.float32 else 1e-2)
+    assert 0 < max(found) < (1e-5 if dtype == jnp.float32 else 2e-2)
     assert with_working_kernels(ours, windows) is ours
 
 
@@ -61,6 +62,13 @@ def one_slot_too_few(monkeypatch):
         return jnp.maximum(last_read(window) - 1, 0)
 
     monkeypatch.setattr(pallas, "last_read_together", read)
+
+
+def the_end_of_long_contexts_is_lost(monkeypatch):
+    last_read = pallas.last_read_together
+    monkeypatch.setattr(
+        pallas, "last_read_together", lambda window: jnp.minimum(last_read(window), 2047)
+    )
 
 
 def another_slot_is_written(monkeypatch):
@@ -95,6 +103,22 @@ DIFFER = "its results differ from XLA's"
 def test_kernels_that_do_not_work_are_found(monkeypatch, sabotage, kv_dtype, says):
     sabotage(monkeypatch)
     assert says in (problem(model(kv_dtype=kv_dtype), (ROUND,)) or "")
+
+
+def test_the_end_of_a_long_context_counts_as_much_as_a_short_one(monkeypatch):
+    """Although an average over 2,559 slots is a fiftieth of a single value."""
+    the_end_of_long_contexts_is_lost(monkeypatch)
+    for capacity, is_seen in ((2048, False), (2560, True)):
+        window = WindowSize(num_rows=3, num_tokens=1, capacity=capacity)
+        assert (problem(model(dtype=jnp.bfloat16), (window,)) is not None) == is_seen
+
+
+def test_kernels_that_this_jax_lacks_are_no_fallback(monkeypatch):
+    monkeypatch.setattr(kernel_probe, "problem", lambda ours, _: f"{ours.kernels} are wrong")
+    monkeypatch.setattr(kernel_probe, "problem_on_gpu", {"pallas": "it lacks Triton"}.get)
+    monkeypatch.setitem(kernel_probe.FALLBACKS, "native", "pallas")  # as mosaic's, on any machine
+    instead = with_working_kernels(model("native"), (dataclasses.replace(ROUND, capacity=640),))
+    assert (instead.kernels, instead.kernels_fallback) == ("xla", "native: native are wrong")
 
 
 def test_xla_takes_their_place_and_it_is_said(monkeypatch, caplog):
