@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxspec.commands.options import JsonOption
 from jaxspec.commands.progress import working
-from jaxspec.kernels.registry import KernelsName, default_kernels
+from jaxspec.kernels.registry import KernelsName, default_kernels, native_problem
 from jaxspec.lab import doctor
 from jaxspec.runtime import environment
 from jaxspec.runtime.documents import make_document
@@ -64,7 +64,7 @@ class DoctorCommand(JsonOption):
         document = make_document("doctor", self, unused=environment.unused_accelerator())
         _show_versions(document, console)
         if not self.versions:
-            found |= self._examine(console, document["devices"]["platform"])
+            found |= self._examine(console)
             works = [each["outcome"] in FINE for each in found["tried_kernels"]]
             outputs = found["outputs"]
             is_equal = outputs["num_equal"] == outputs["num_equal_alone"] == outputs["num_prompts"]
@@ -88,13 +88,15 @@ class DoctorCommand(JsonOption):
                 each["kernels"]: None if each["outcome"] == "works" else each["why"]
                 for each in tried
                 if each["outcome"] != "not for this device"
+                # Every process finds by itself that they cannot be built, and that they can again.
+                and not (each["kernels"] == "native" and native_problem())
             }
         )
         return tried
 
-    def _examine(self, console: Console, platform: str) -> dict[str, Any]:
+    def _examine(self, console: Console) -> dict[str, Any]:
         """Compares outputs, and measures the device and the engine."""
-        dtype = "float32" if platform == "cpu" else "bfloat16"
+        dtype = doctor.usual_dtype()
         with working("comparing with plain decoding"):
             outputs = doctor.compare_with_plain(dtype)
         console.print(

@@ -27,14 +27,15 @@ from jax import lax
 from jaxspec.cache.pages import KvDtype
 from jaxspec.drafters.draft_model import DraftModel
 from jaxspec.engine.engine import Engine
-from jaxspec.engine.executor import Executor, make_executor
+from jaxspec.engine.executor import make_executor
 from jaxspec.errors import SettingError
-from jaxspec.kernels.registry import KernelsName, check_kernels
-from jaxspec.lab.bench.measure import fill, random_prompts, run_rounds
+from jaxspec.kernels.registry import LEAST_CAPABILITY, KernelsName, check_kernels, default_kernels
+from jaxspec.lab.bench.measure import fill, prompt_chunks, random_prompts, run_rounds
 from jaxspec.lab.bench.roofline import measure_ceilings
 from jaxspec.lab.cost.devices import Device
 from jaxspec.lab.cost.model import Pair
 from jaxspec.lab.cost.passes import Pass
+from jaxspec.lab.cost.programs import LAUNCHES_PER_LAYER
 from jaxspec.load.models import load_packed
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.kernel_probe import WindowSize, problem
@@ -109,11 +110,13 @@ def try_kernels(
 def why_not_here(name: KernelsName) -> str | None:
     """Why these kernels are not for this device, or None if they are."""
     platform = jax.default_backend()
-    try:
-        check_kernels(name)
-    except SettingError as error:
-        return str(error) if name == "native" and platform == "cpu" else MADE_FOR[name]
-    return None if name != "pallas" or platform == "gpu" else MADE_FOR[name]
+    capability = environment.compute_capability()
+    is_here = {
+        "native": platform == "cpu",
+        "mosaic": environment.is_hopper(),
+        "pallas": platform == "gpu" and (capability is None or capability >= LEAST_CAPABILITY),
+    }
+    return None if is_here[name] else MADE_FOR[name]
 
 
 def small_model(
@@ -131,6 +134,10 @@ def tried(name: KernelsName) -> dict[str, str | None]:
     why = why_not_here(name)
     if why is not None:
         return {"outcome": "not for this device", "why": why}
+    try:
+        check_kernels(name)
+    except SettingError as error:
+        return {"outcome": "fails", "why": str(error)}
     for preset, dtype, kv_dtype, windows in CASES:
         why = problem(small_model(preset, dtype, name, kv_dtype), windows)
         if why is not None:
@@ -141,7 +148,6 @@ def tried(name: KernelsName) -> dict[str, str | None]:
 
 # ---- costs
 
-LAUNCHES_PER_LAYER = 12  # of a round's program on a GPU, see docs/gpu.md
 _READ_BYTES = {"cpu": 1 << 28}  # of the bandwidth's working set; elsewhere 4 GiB
 REPEATS = 5
 
@@ -150,6 +156,14 @@ def _median_s(run: Callable[[], Any]) -> float:
     """The median of some calls that wait for their results, after one that compiles."""
     calls = {"it": lambda: jax.block_until_ready(run())}
     return take_turns(calls, 4 * REPEATS, num_warm_ups=2).median_s("it")
+
+
+def usual_dtype() -> str:
+    """The dtype in which this device is measured: float32 on a CPU, float16 on a GPU that only
+    emulates bfloat16."""
+    if jax.default_backend() == "cpu":
+        return "float32"
+    return "float16" if environment.lacks_bfloat16() else "bfloat16"
 
 
 def measure_costs(dtype: str) -> dict[str, float]:
@@ -196,15 +210,17 @@ def device_of(costs: dict[str, float]) -> Device:
     """The cost model's device with the measured constants."""
     kind = jax.local_devices()[0].device_kind
     commit = environment.commit() or "an installed package"
+    kernels = default_kernels()
+    num_launches = LAUNCHES_PER_LAYER[kernels]
     return Device(
         name=kind,
         bytes_per_s=costs["bytes_per_s"],
         kv_bytes_per_s=costs["bytes_per_s"],
         flops_per_s=costs["flops_per_s"],
-        step_s=LAUNCHES_PER_LAYER * costs["kernel_s"],
+        step_s=num_launches * costs["kernel_s"],
         round_s=costs["read_result_s"],
-        source=f"measured by jaxspec doctor at commit {commit[:12]}; {LAUNCHES_PER_LAYER} launches "
-        "a layer are counted in compiled programs",
+        source=f"measured by jaxspec doctor at commit {commit[:12]}; {num_launches} launches a "
+        f"layer of the {kernels} kernels",
     )
 
 
@@ -241,7 +257,8 @@ def measure_cells(device: Device) -> list[dict[str, Any]]:
     if jax.default_backend() == "cpu":
         model, context = load_packed("demo-target"), 256
     else:  # layers of a usual size, few of them because each takes seconds to compile
-        model = random_model(dataclasses.replace(PRESETS["qwen3-8b"], num_layers=4))
+        config = dataclasses.replace(PRESETS["qwen3-8b"], num_layers=4)
+        model = random_model(config, dtype=jnp.dtype(usual_dtype()))
     executor = make_executor(model, None, batch_size=batch, max_length=context + 128)
     prompts = random_prompts(model, batch, context)
     where = {"model": model.name, "batch_size": batch, "context": context}
@@ -252,19 +269,36 @@ def measure_cells(device: Device) -> list[dict[str, Any]]:
         draft_device=device,
         itemsize=jnp.dtype(model.dtype).itemsize,
     )
+    prefill_work = Pass(
+        config=model.config,
+        batch=executor.shape.chunks_per_call,
+        window=executor.shape.prefill_chunk,
+        context=context / 2,
+        itemsize=jnp.dtype(model.dtype).itemsize,
+        has_head=False,
+    )
     num_steps = 16
-    cells = [
-        ("decode, ms per step", num_steps, pair.plain_s(batch=batch, context=context), False),
-        ("prefill, ms per call", *_prefill_calls(executor, model, device, batch, context), True),
-    ]
-    found = []
-    for what, number, predicted_s, reads in cells:
+    chunks = prompt_chunks(executor, map(len, prompts))
+    num_calls = len(list(executor.prefill_calls(chunks)))
+
+    def admit(_: str) -> None:
         params = SamplingParams(max_tokens=2 * num_steps, ignore_eos=True)
-        put = functools.partial(fill, executor, prompts, params, draft_length=0, reads=reads)
-        run = put if reads else functools.partial(run_rounds, executor, num_steps)
-        turns = take_turns(
-            {what: run}, REPEATS, num_warm_ups=1, prepare=lambda _, put=put: put(reads=False)
-        )
+        fill(executor, prompts, params, draft_length=0, reads=False)
+
+    def decode() -> None:
+        run_rounds(executor, num_steps)
+
+    def prefill() -> None:
+        executor.prefill(chunks)
+        jax.block_until_ready(executor.state)
+
+    plain_s, prefill_s = pair.plain_s(batch=batch, context=context), device.pass_s(prefill_work)
+    found = []
+    for what, run, number, predicted_s in (
+        ("decode, ms per step", decode, num_steps, plain_s),
+        ("prefill, ms per call", prefill, num_calls, prefill_s),
+    ):
+        turns = take_turns({what: run}, REPEATS, num_warm_ups=1, prepare=admit)
         measured_ms = 1e3 * turns.median_s(what) / number
         found.append(
             {
@@ -276,22 +310,6 @@ def measure_cells(device: Device) -> list[dict[str, Any]]:
             }
         )
     return found
-
-
-def _prefill_calls(
-    executor: Executor, model: LanguageModel, device: Device, batch: int, context: int
-) -> tuple[int, float]:
-    """How many calls prefill all prompts, and the predicted seconds of one."""
-    shape = executor.shape
-    chunks = batch * -(-(context - 1) // shape.prefill_chunk)
-    work = Pass(
-        config=model.config,
-        batch=shape.chunks_per_call,
-        window=shape.prefill_chunk,
-        context=context / 2,
-        itemsize=jnp.dtype(model.dtype).itemsize,
-    )
-    return -(-chunks // shape.chunks_per_call), device.pass_s(work)
 
 
 if __name__ == "__main__":

@@ -233,9 +233,10 @@ class LanguageModel:
       generation_config: the checkpoint's generation defaults; they apply only where
         `SamplingParams.from_generation_config` is called.
       kernels: `xla`; `native`, products and attention in C++ on a CPU; `mosaic`, attention for
-        Hopper GPUs; or `pallas`, attention for all GPUs (interpreted elsewhere, for tests). They
-        sum in different orders, so outputs differ at ties within rounding. On a mesh that splits
-        the model, `native` falls back to `xla`; `mosaic` and `pallas` run on each device's heads.
+        Hopper GPUs; or `pallas`, attention for GPUs from Ampere on (interpreted elsewhere, for
+        tests). They sum in different orders, so outputs differ at ties within rounding. On a mesh
+        that splits the model, `native` falls back to `xla`; `mosaic` and `pallas` run on each
+        device's heads.
       kv_dtype: the dtype in which KV is stored: None is that of the parameters; `int8` takes half
         the bytes of bfloat16 and changes the logits a little, see `jaxspec.cache.pages.quantise`.
       platform: JAX's name of the kind of device that its programs are made for.

@@ -1,7 +1,10 @@
 """`jaxspec doctor`: its screen, its document and its exit status."""
 
 import pytest
+from rich.console import Console
 
+from jaxspec.commands import doctor as doctor_command
+from jaxspec.commands.doctor import DoctorCommand
 from jaxspec.lab import doctor
 
 
@@ -40,6 +43,19 @@ def test_outputs_that_differ_are_an_alarm(cli, monkeypatch):
     assert result.status == 3
     assert "7 of 8 in a batch" in " ".join(result.out.split())
     assert "Something is wrong" in result.out
+
+
+def test_a_failed_build_is_not_kept(monkeypatch):
+    """So a compiler that is installed later is used at once."""
+    tried = {"kernels": "native", "outcome": "fails", "why": "there is no compiler", "seconds": 1.0}
+    kept = []
+    monkeypatch.setattr(doctor, "try_kernels", lambda *_, **__: dict(tried))
+    monkeypatch.setattr(doctor_command, "keep_verdicts", kept.append)
+    command = DoctorCommand(kernels=("native",))
+    for problem in ("there is no compiler", None):
+        monkeypatch.setattr(doctor_command, "native_problem", lambda problem=problem: problem)
+        assert command._try_kernels(Console(quiet=True)) == [tried]
+    assert kept == [{}, {"native": "there is no compiler"}]
 
 
 def test_a_time_limit_out_of_range_is_refused(refused):

@@ -58,6 +58,10 @@ def test_work_of_a_pass_by_hand():
     )
     assert work.num_steps == 2 * (1 + 2) + 1  # two blocks of 8 slots
     assert work.num_bytes == (layers + 32 * 61) * 4 + kv
+    headless = dataclasses.replace(work, has_head=False)
+    assert headless.kernels() == (work.kernels()[0], (0, 0), work.kernels()[2])
+    assert headless.num_steps == work.num_steps - 1
+    assert headless.num_bytes == layers * 4 + kv
 
 
 def test_a_pass_is_bound_by_bytes_at_small_batches_and_by_products_at_large_ones():

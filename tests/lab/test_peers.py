@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 import shutil
 import sys
 
@@ -110,8 +111,12 @@ def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
     [
         ({"openvino": "python"}, "--openvino was given without --openvino-model"),
         ({"gguf": "model.gguf"}, "--gguf was given without --llama-cpp"),
-        ({"target": "demo-target"}, "The target is demo-target, which is no directory"),
+        ({"target": "demo-target"}, "--target is demo-target, which is not a directory"),
         ({"num_prompts": (1, 2, 3)}, "--num-prompts has 3 numbers"),
+        (
+            {"draft": ("a/heads", "b/heads"), "outputs": pathlib.Path("outputs")},
+            "--draft is a/heads, b/heads, and --outputs names files after the last part",
+        ),
         ({"max_length": 100}, "--max-length is 100, which leaves no room for a prompt"),
     ],
 )

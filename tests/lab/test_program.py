@@ -17,8 +17,14 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.bench import program
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, as_if_on, compile_for
-from jaxspec.lab.bench.program import Shape, compile_prefill, compile_run, launches_per_layer
-from jaxspec.lab.cost.programs import Hlo
+from jaxspec.lab.bench.program import (
+    Shape,
+    compile_prefill,
+    compile_run,
+    launch_problems,
+    launches_per_layer,
+)
+from jaxspec.lab.cost.programs import LAUNCHES_PER_LAYER, Hlo
 from jaxspec.models.prefill import chain_window
 from jaxspec.models.registry import PRESETS
 from jaxspec.models.shapes import shape_model
@@ -109,9 +115,15 @@ def test_a_prefill_call_on_an_h100(kernels):
 
 
 @needs("h100")
-def test_launches_of_a_layer():
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+def test_launches_of_a_layer(kernels):
+    shape = dataclasses.replace(SMALL, kernels=kernels)
     with as_if_on("h100"):
-        assert 0 < launches_per_layer("h100", SMALL) <= program.MAX_LAUNCHES_PER_LAYER
+        number = launches_per_layer("h100", shape)
+    assert number > 0
+    assert launch_problems(shape, number) == []
+    (problem,) = launch_problems(shape, LAUNCHES_PER_LAYER[kernels] + 1)
+    assert "a layer of the target has" in problem
 
 
 @needs("h100")
@@ -162,6 +174,8 @@ def test_the_command(tmp_path):
     for result in document["results"]:
         assert result["problems"] == []
         assert result["launches"]["num_graphs"] > 0
+    for result in document["results"][:3]:
+        assert result["launches_per_layer"] > 0
 
 
 @needs("h100")

@@ -329,13 +329,20 @@ def fill(
     chosen = list(itertools.islice(itertools.cycle(prompts), executor.num_rows))
     target = executor.parts.target
     requests = make_requests(chosen, params, target, longest=executor.longest_prompt)
-    admit = executor.admit_and_prefill if reads else executor.admit
     for row, request in enumerate(requests):
-        admit(row, request, draft_length=draft_length, arrival=row)
-    if not reads:
+        executor.admit(row, request, draft_length=draft_length, arrival=row)
+    if reads:
+        executor.prefill(prompt_chunks(executor, map(len, chosen)))
+    else:
         state = executor.state
         executor.state = state.replace(finish=jnp.full_like(state.finish, Finish.RUNNING))
     jax.block_until_ready(executor.state)
+
+
+def prompt_chunks(executor: Executor, lengths: Iterable[int]) -> list[tuple[int, int]]:
+    """The chunks `(row, start)` of the prompts of these lengths, one in each row from the first."""
+    chunk = executor.shape.prefill_chunk
+    return [(row, at) for row, length in enumerate(lengths) for at in range(0, length - 1, chunk)]
 
 
 def fill_mid_decode(

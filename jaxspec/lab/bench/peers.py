@@ -98,7 +98,7 @@ class Peer:
                 if line.startswith("PEER "):
                     return json.loads(line.removeprefix("PEER "))
         except ValueError as error:
-            raise PeerError(f"its answer is no JSON: {error}") from error
+            raise PeerError(f"its answer is not JSON: {error}") from error
         finally:
             is_late = not timer.is_alive()
             timer.cancel()
@@ -205,8 +205,8 @@ class PeersBench(Bench):
                 )
         if not pathlib.Path(self.target).is_dir():
             raise SettingError(
-                f"The target is {self.target}, which is no directory; name a Hugging Face "
-                "directory that all engines can read, --target."
+                f"--target is {self.target}, which is not a directory; give a Hugging Face "
+                "directory, which all engines can read."
             )
         if self.max_length <= self.max_tokens + self.draft_length:
             raise SettingError(
@@ -219,6 +219,13 @@ class PeersBench(Bench):
                 "batch sizes of 8 and more."
             )
         if self.outputs is not None:
+            names = [_file_name(drafter) for drafter in ("none", "ngram", *self.draft)]
+            if len(set(names)) < len(names):
+                raise SettingError(
+                    f"--draft is {', '.join(self.draft)}, and --outputs names files after the last "
+                    "part of each; give drafters that differ there, and are not called none or "
+                    "ngram."
+                )
             self.outputs.mkdir(parents=True, exist_ok=True)
             check_can_write(self.outputs / "outputs.jsonl")
 
@@ -357,7 +364,7 @@ class PeersBench(Bench):
         for line in results:
             if "outputs" not in line:
                 continue
-            drafter = pathlib.Path(line["drafter"]).name.replace(":", "-")
+            drafter = _file_name(line["drafter"])
             name = f"{line['engine']}-{drafter}-batch-{line['batch_size']}.jsonl"
             head = {
                 "engine": line["label"],
@@ -372,6 +379,11 @@ class PeersBench(Bench):
             ]
             text = "".join(json.dumps(record) + "\n" for record in (head, *records))
             (to / name).write_text(text, encoding="utf-8")
+
+
+def _file_name(drafter: str) -> str:
+    """A drafter as in the names of files."""
+    return pathlib.Path(drafter).name.replace(":", "-")
 
 
 def _compare(results: Sequence[dict[str, Any]]) -> None:

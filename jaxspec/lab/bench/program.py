@@ -22,7 +22,14 @@ from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import KernelsName, default_kernels
 from jaxspec.lab.bench.deviceless import ABSENT_DEVICES, CompiledText, as_if_on, compile_for
 from jaxspec.lab.bench.measure import case
-from jaxspec.lab.cost.programs import Hlo, Launches, count_launches, loop_numbers, read_thunks
+from jaxspec.lab.cost.programs import (
+    LAUNCHES_PER_LAYER,
+    Hlo,
+    Launches,
+    count_launches,
+    loop_numbers,
+    read_thunks,
+)
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.registry import PRESETS
@@ -35,8 +42,8 @@ from jaxspec.types import DecodeState, Window
 BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
 MAX_PREDICATES = 2  # read by the host per round
+SHORT = 2048  # slots that all fit into one split of the attention kernels
 PREFILL = ("prefill", "prefill_target", "catch_up")  # a prefill call, and its two halves
-MAX_LAUNCHES_PER_LAYER = 12  # where the context fits into one split of the attention kernel
 MAX_TEMPORARIES = 8  # times the target's logits
 
 
@@ -115,8 +122,10 @@ class Program:
     sampled: Launches | None
 
     def problems(self, *, draft_length: int) -> list[str]:
-        """Sentences about what is wrong with it; empty if nothing is."""
+        """Sentences about what is wrong with it, given the tokens drafted per round (0 for resting
+        rounds); empty if nothing is."""
         found = []
+        max_graphs = max(MAX_GRAPHS, draft_length + 2) if draft_length else 1
         unknown = [loop for loop in self.loops[1:] if loop[1] is None]
         if unknown:
             found.append(
@@ -148,7 +157,7 @@ class Program:
                 found.append(
                     f"in a {name} round the host reads {launches.num_predicates} predicates"
                 )
-            if launches.num_graphs > max(MAX_GRAPHS, draft_length + 2):
+            if launches.num_graphs > max_graphs:
                 found.append(f"a {name} round launches {launches.num_graphs} CUDA graphs")
         return found
 
@@ -243,6 +252,14 @@ def launches_per_layer(device: str, shape: Shape) -> int:
         for num_layers in (1, 2)
     )
     return two - one
+
+
+def launch_problems(shape: Shape, per_layer: int) -> list[str]:
+    """A sentence if a layer of the target launches more kernels than it should."""
+    most = LAUNCHES_PER_LAYER[shape.kernels]
+    if shape.kernels == "xla" or shape.context + shape.draft_length >= SHORT or per_layer <= most:
+        return []
+    return [f"a layer of the target has {per_layer} launches, and {most} are enough"]
 
 
 def _pass_launches(device: str, shape: Shape) -> int:
@@ -361,7 +378,8 @@ def program(
                     draft_length=DRAFT_LENGTH,
                     dtype="float16" if lacks_bfloat16() else "bfloat16",
                 )
-                results += _compile(device, shape) + _compile_prefill(device, shape)
+                results += _compile(device, shape, PRESETS[target])
+                results += _compile_prefill(device, shape)
     problems = dict.fromkeys(
         f"{found['device']}, {found['kernels']}: {problem}."
         for found in results
@@ -371,14 +389,17 @@ def program(
     return {"results": results, "notes": notes}
 
 
-def _compile(device: str, shape: Shape) -> list[dict[str, Any]]:
-    """A result for each kind of rows and, on GPUs, for rounds without draft steps."""
+def _compile(device: str, shape: Shape, target: ModelConfig) -> list[dict[str, Any]]:
+    """A result for each kind of rows and, on GPUs, for rounds without draft steps. Launches are
+    counted in layers of `target`, the architecture with all of them."""
     results = _compile_rounds(device, shape)
     if ABSENT_DEVICES[device].platform == "gpu":
         resting = _compile_rounds(device, dataclasses.replace(shape, is_resting=True))
         results.append({**resting[0], "rows": "greedy, resting"})
-        per_layer = launches_per_layer(device, shape)
-        results = [{**found, "launches_per_layer": per_layer} for found in results]
+        per_layer = launches_per_layer(device, dataclasses.replace(shape, target=target))
+        for found in results:
+            found["launches_per_layer"] = per_layer
+            found["problems"] = found["problems"] + launch_problems(shape, per_layer)
     return results
 
 
@@ -387,7 +408,7 @@ def _compile_rounds(device: str, shape: Shape) -> list[dict[str, Any]]:
     found = {
         "device": device,
         "kernels": shape.kernels,
-        "problems": compiled.problems(draft_length=DRAFT_LENGTH),
+        "problems": compiled.problems(draft_length=0 if shape.is_resting else DRAFT_LENGTH),
         **{
             field.name: getattr(compiled, field.name)
             for field in dataclasses.fields(Program)

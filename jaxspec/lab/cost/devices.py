@@ -78,8 +78,8 @@ class Device:
         missing = [name for name in names if name not in fields]
         if missing:
             raise SettingError(
-                f"The device lacks {', '.join(missing)}; give a document of `jaxspec bench decode "
-                "--json`."
+                f"The device lacks {', '.join(missing)}; give a document of `jaxspec doctor "
+                "--json` or `jaxspec bench decode --json`."
             )
         for name in set(names) - {"name", "source"}:
             value = fields[name]

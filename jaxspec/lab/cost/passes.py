@@ -12,7 +12,7 @@ LOGITS_PASSES = 2  # fp32 logits are written once and read once
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Pass:
-    """One forward pass of a model, head included.
+    """One forward pass of a model.
 
     Attributes:
       config: the model's.
@@ -24,6 +24,7 @@ class Pass:
         ones are counted whole; None where one kernel reads them all.
       kv_itemsize: bytes of a component of the KV cache, scales included, where it is not
         `itemsize`.
+      has_head: whether it computes logits; prefill stops at the hidden states.
     """
 
     config: ModelConfig
@@ -33,6 +34,7 @@ class Pass:
     itemsize: int = 2
     block: int | None = None
     kv_itemsize: float | None = None
+    has_head: bool = True
 
     @property
     def num_tokens(self) -> int:
@@ -48,8 +50,8 @@ class Pass:
 
     @property
     def head_params(self) -> int:
-        """Parameters of the product with the head."""
-        return self.config.width * self.config.num_rows
+        """Parameters of the product with the head; 0 without it."""
+        return self.config.width * self.config.num_rows if self.has_head else 0
 
     @property
     def weight_bytes(self) -> int:
@@ -83,8 +85,8 @@ class Pass:
 
     @property
     def num_steps(self) -> int:
-        """The number of sequential steps: layers, the blocks of each, the head."""
-        return self.config.num_layers * (1 + self.num_blocks) + 1
+        """The number of sequential steps: layers, the blocks of each, the head if there is one."""
+        return self.config.num_layers * (1 + self.num_blocks) + self.has_head
 
     @property
     def _slots(self) -> float:
@@ -93,7 +95,7 @@ class Pass:
     def kernels(self) -> tuple[tuple[float, float], ...]:
         """Bytes and FLOPs of the layers' products, of the head, and of attention."""
         c, num_tokens = self.config, self.num_tokens
-        logits_bytes = LOGITS_PASSES * 4 * num_tokens * c.vocab_size
+        logits_bytes = LOGITS_PASSES * 4 * num_tokens * c.vocab_size * self.has_head
         head_bytes = self.head_params * self.itemsize + logits_bytes
         attention_flops = 4 * num_tokens * self._slots * c.num_query_heads * c.head_size
         return (

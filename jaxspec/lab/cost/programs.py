@@ -15,6 +15,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+# Of a layer of a model in a round with a short context, by the name of the kernels: counted on GPUs
+# by `bench.program.launches_per_layer`, `xla` with one block of KV; `native` is calls of the C++
+# kernels.
+LAUNCHES_PER_LAYER: Mapping[str, int] = {"native": 5, "mosaic": 12, "pallas": 13, "xla": 35}
+
 _COMPUTATION = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{")
 _INSTRUCTION = re.compile(r"\s+(?:ROOT )?%?([\w.\-]+) = (\(.*?\)|\S+) ([\w\-]+)\((.*)")
 _MOVES = ("copy", "copy-start", "transpose", "convert")

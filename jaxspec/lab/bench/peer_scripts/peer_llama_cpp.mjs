@@ -1,5 +1,5 @@
 // llama.cpp through node-llama-cpp (npm install node-llama-cpp), plain, on a GGUF file.
-// Started in a directory with node_modules, as `node llama_cpp.mjs SETTINGS`; see protocol.py.
+// Started in a directory with node_modules, as `node peer_llama_cpp.mjs SETTINGS`; see protocol.py.
 import {createRequire} from "node:module";
 import readline from "node:readline";
 import {pathToFileURL} from "node:url";
