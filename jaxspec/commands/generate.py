@@ -255,9 +255,9 @@ class GenerateCommand(
                 [{"role": "user", "content": one}] if isinstance(one, str) else one
                 for one in prompts
             ]
-        started_s = time.perf_counter()
+        started_s, settings = time.perf_counter(), self.settings_of_rows()
         rows, num_resumed = ray.decode(
-            [ray.row_of(index, prompt, given) for index, prompt in enumerate(prompts)],
+            [ray.row_of(index, prompt, given, settings) for index, prompt in enumerate(prompts)],
             self.output,
             functools.partial(self.make_engine, num_requests=len(prompts)),
             address=self.ray,
@@ -281,6 +281,17 @@ class GenerateCommand(
             fingerprints=sorted({row["fingerprint"] for row in rows}),
             decode_s=time.perf_counter() - started_s,
         )
+
+    def settings_of_rows(self) -> dict[str, Any]:
+        """What the output of an actor's row may depend on besides its prompt and parameters, as far
+        as it is known without a model."""
+        names = (
+            *("target", "draft", "drafter", "drafter_args", "dtype", "kv_dtype", "engine_args"),
+            *("batch_size", "max_length", "draft_length", "verify_length", "exactness", "verifier"),
+            "chat_template_kwargs",
+        )
+        found = {name: getattr(self, name) for name in names}
+        return found | {"chat_template": chat_template(self.chat_template)}
 
     def make_engine(self, *, num_requests: int) -> Engine:
         """The engine of an actor, which loads the models itself."""
@@ -361,8 +372,14 @@ class GenerateCommand(
             )
         reasons = {
             "--turns all": (self.turns == "all", "a turn needs the answers before it"),
-            "--max-prompt-tokens": (self.max_prompt_tokens is not None, "nothing is cut there"),
-            "--generation-config": (self.generation_config, "the values are to be given"),
+            "--max-prompt-tokens": (
+                self.max_prompt_tokens is not None,
+                "prompts are not cut there",
+            ),
+            "--generation-config": (
+                self.generation_config,
+                "sampling values must be given as options there",
+            ),
             "--shard": (self.shard is not None, "the actors share all rows"),
             "--trace": (self.trace is not None, "rounds stay with the actors"),
             "--format spec-bench": (self.format != "jsonl", "the output is Parquet"),

@@ -97,6 +97,7 @@ class PlanCommand(JsonOption):
         """Plans and prints; returns the JSON document."""
         budget_bytes = parse_bytes(self.budget)
         mesh = None if self.mesh is None else parse_mesh(self.mesh)
+        in_window = self.window_acceptance
         num_devices = 1 if mesh is None else math.prod(mesh)
         check_between("--mesh, in devices,", num_devices, 1, MOST_DEVICES)
         if needs_virtual_devices(num_devices):
@@ -113,8 +114,8 @@ class PlanCommand(JsonOption):
                     context=self.context,
                     device=self.device,
                     keep=self.keep,
-                    acceptance=_one_or_all(self.acceptance) or 0.0,
-                    window_acceptance=_one_or_all(self.window_acceptance),
+                    acceptance=_one_or_all(self.acceptance),
+                    window_acceptance=None if in_window is None else _one_or_all(in_window),
                     dtype=self.dtype,
                     scheduler=self.scheduler,
                     max_logprobs=self.max_logprobs,
@@ -211,6 +212,6 @@ def parse_mesh(text: str) -> tuple[int, int]:
     return axes["data"], axes["model"]
 
 
-def _one_or_all(chances: tuple[float, ...] | None) -> float | tuple[float, ...] | None:
+def _one_or_all(chances: tuple[float, ...]) -> float | tuple[float, ...]:
     """One probability for every position, or one for each."""
-    return chances[0] if chances is not None and len(chances) == 1 else chances
+    return chances[0] if len(chances) == 1 else chances

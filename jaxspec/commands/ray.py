@@ -23,7 +23,7 @@ from jaxspec.commands.progress import working
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
 from jaxspec.interop.ray import predict, ray
-from jaxspec.runtime.directories import write_atomically
+from jaxspec.runtime.directories import check_can_write_into, write_atomically
 from jaxspec.telemetry.counters import Acceptance
 
 TEXTS = ("request", "prompt", "messages", "params")
@@ -32,15 +32,18 @@ SCHEMA = pyarrow.schema(
     + [(name, pyarrow.string()) for name in TEXTS]
 )
 COUNTS = [field.name for field in dataclasses.fields(Acceptance)]
-BATCHES = (
-    8  # of an engine, that an actor takes at a time: the last rows of these run with few others
-)
+# An actor takes the rows of so many of its engine's batches at a time; while the last of them run,
+# other rows of the engine are idle.
+BATCHES = 8
 
 
-def row_of(index: int, prompt: Any, params: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the input; `request` is a digest of prompt and parameters."""
+def row_of(
+    index: int, prompt: Any, params: Mapping[str, Any], settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A row of the input; `request` is a digest of prompt, parameters and the run's settings."""
     row = {"id": index, "params": json.dumps(params)}
-    row["request"] = hashlib.sha256(json.dumps([prompt, params]).encode()).hexdigest()[:16]
+    decisive = json.dumps([prompt, params, settings])
+    row["request"] = hashlib.sha256(decisive.encode()).hexdigest()[:16]
     if isinstance(prompt[0], Mapping):
         return row | {"messages": json.dumps(prompt)}
     return row | {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
@@ -78,9 +81,15 @@ def decode(
       SettingError: the directory cannot be written or holds other rows, no cluster is there, or an
         actor failed; finished rows are kept.
     """
+    check_can_write_into(directory)
     with contextlib.ExitStack() as stack:
         stack.enter_context(only_writer_of(directory / ".rows", resume=True))
         files = sorted(directory.glob("*.parquet"))
+        if others := [path.name for path in files if not path.stem.isdecimal()]:
+            raise SettingError(
+                f"The output {directory} has {others[0]}, which this command did not write; name "
+                "another directory."
+            )
         if files and not resume:
             raise SettingError(
                 f"The output {directory} has rows; add --resume to continue it, or name another "
@@ -124,6 +133,11 @@ def finished_rows(path: pathlib.Path) -> list[dict[str, Any]]:
         columns = ["id", "request", "fingerprint", *COUNTS]
         rows = pyarrow.parquet.read_table(path, columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
+        if isinstance(error, OSError) and error.errno is not None:  # damage has none
+            raise SettingError(
+                f"{path} cannot be read ({os.strerror(error.errno)}); make it readable, or name "
+                "another directory."
+            ) from error
         raise SettingError(
             f"{path} was not written by this command ({type(error).__name__}); name another "
             "directory."
@@ -145,7 +159,7 @@ def check_finished(
     fingerprints = {row["fingerprint"] for row in found}
     reason = None
     if wrong:
-        reason = f"its row {wrong[0]} has another prompt or other parameters than this run's"
+        reason = f"its row {wrong[0]} has another prompt or other settings than this run's"
     elif len(fingerprints) > 1 and not mixed_nodes:
         reason = f"its rows have {len(fingerprints)} fingerprints, without --mixed-nodes"
     if reason:
@@ -177,9 +191,10 @@ def connected(address: str) -> Iterator[None]:
     except ray.exceptions.RayError as error:
         lines = str(error).strip().splitlines()
         ours = [line for line in lines if line.startswith("jaxspec.errors.")]
-        said = ours[-1].partition(": ")[2] if ours else f"{lines[-1]}."
+        said = ours[-1].partition(": ")[2] if ours else lines[-1]
         raise SettingError(
-            f"An actor failed; finished rows are kept, see --resume. {said}"
+            f"An actor failed ({said.removesuffix('.')}); finished rows are kept, "
+            "continue them with --resume."
         ) from error
     finally:
         ray.shutdown()

@@ -163,9 +163,8 @@ class EngineConfig:
     def __post_init__(self, prefill_chunk: None):
         if prefill_chunk is not None:
             raise SettingError(
-                f"prefill_chunk {prefill_chunk} was given, and is a setting no longer: prompts are "
-                f"prefilled in chunks of {prefill.CHUNK} tokens, several of any prompts in a call, "
-                "and no output depends on that; leave it out."
+                f"prefill_chunk {prefill_chunk} was given, but it is no longer a setting (prompts "
+                f"are prefilled in chunks of {prefill.CHUNK} tokens); leave it out."
             )
         check_layout(self.layout)
         check_exactness(self.exactness)

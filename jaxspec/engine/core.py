@@ -525,8 +525,12 @@ class EngineCore:
                 ended.append(row)
         self.drafting.after_rounds(tickets, state, answered_s=answered_s)
         self.metrics.update(
-            ended=[tickets[row].acceptance for row in ended],
-            running=[ticket.acceptance for row, ticket in tickets.items() if row not in ended],
+            ended=[tickets[row].acceptance for row in ended if tickets[row].is_counted],
+            running=[
+                ticket.acceptance
+                for row, ticket in tickets.items()
+                if row not in ended and ticket.is_counted
+            ],
         )
         if stopped:  # they ran a few rounds too many, whose tokens are cut off
             self.executor.end_rows(stopped, Finish.STOP_STRING)
@@ -551,6 +555,8 @@ class EngineCore:
 
     def _note_end(self, ticket: Ticket) -> None:
         """Counts a ticket that has got its completion."""
+        if not ticket.is_counted:
+            return
         done = ticket.completion
         assert done is not None, "it has ended"
         is_aborted = done.finish_reason == "abort"

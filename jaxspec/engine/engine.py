@@ -313,10 +313,11 @@ class Engine:
         requests that have ended since the last call, in the order in which they ended.
 
         A step decodes until a row ends, or for `rounds_per_sync` rounds. While prompts are being
-        prefilled, a step is a few rounds and one chunk of a prompt, so that a long prompt delays
-        running rows by no more than a chunk at a time. If several prompts wait for idle rows, a
-        step prefills two more chunks for each idle row after the first. Within `driven` it waits
-        for a step of the driver instead, unless there is something to return.
+        prefilled, a step is a few rounds and one prefill call (one chunk on a CPU, four elsewhere),
+        so that a long prompt delays running rows by no more than a call at a time. If several
+        prompts wait for idle rows, a step prefills two more chunks for each idle row after the
+        first. Within `driven` it waits for a step of the driver instead, unless there is something
+        to return.
         """
         if self._core.driver is None:
             self._core.step()

@@ -21,9 +21,9 @@ def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
     """16 hexadecimal digits: processes with equal ones give equal outputs for equal requests.
 
     It covers the target's weights with their dtypes, the engine's shape, mesh and exactness, the
-    kernels and their family of instructions, the tokenizer, the device and the versions. An engine
-    that is not `bitwise` may emit other tokens with other drafts, so there it covers the drafter
-    too.
+    kernels and their family of instructions, the log-probabilities that it gives, the tokenizer,
+    the device and the versions. An engine that is not `bitwise` may emit other tokens with other
+    drafts, so there it covers the drafter too.
 
     Args:
       engine: the engine; its weights are read once.
@@ -34,6 +34,7 @@ def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
     names += ["kernels", "kernels_family"]
     found: dict[str, Any] = {name: described[name] for name in names}
     found["shape"] = engine.shape.decisive()
+    found["logprobs"] = engine.config.logprobs_mode, engine.config.max_logprobs
     found["weights"] = _digest(engine.target.params)
     if engine.exactness != "bitwise":
         found["drafter"] = described["drafter"], described["draft_length"]

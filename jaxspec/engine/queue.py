@@ -53,6 +53,7 @@ class Ticket:
       is_interactive: whether it was submitted or streamed, so that its output is awaited; otherwise
         it belongs to a list, for which only the total time counts.
       is_streamed: whether the output is read as it is emitted.
+      is_counted: whether it is in `Engine.metrics`, as a request of the engine's users.
       deadline: when it ends with the tokens it has, by `time.monotonic`; None for never.
       conversation: the conversation of which it is a turn, or None.
       event_loop: the event loop that reads its output, or None.
@@ -81,6 +82,7 @@ class Ticket:
     has_consumer: bool
     is_interactive: bool = False
     is_streamed: bool = False
+    is_counted: bool = True
     deadline: float | None = None
     conversation: Conversation | None = None
     event_loop: asyncio.AbstractEventLoop | None = None

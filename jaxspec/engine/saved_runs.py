@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import math
 import os
 import weakref
@@ -33,6 +34,7 @@ from jaxspec.checkpoint.manifest import (
     write_record,
 )
 from jaxspec.errors import DamagedError, SettingError
+from jaxspec.models.prefill import CHUNK
 from jaxspec.requests.completions import LEAST_LOGPROB, Completion, Completions
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.directories import atomic_directory, finish_interrupted
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
     import pandas
 
     from jaxspec.models.tokenizer import TextTokenizer
+
+_log = logging.getLogger(__name__)
 
 COMPLETIONS = "completions.jsonl"
 _NOT_STORED = ("budget_bytes", "mesh")  # of one machine; `batch_size` is what came of them
@@ -227,7 +231,14 @@ class SavedRun:
           SettingError: the verifier or the scheduler is not one of jaxspec's.
         """
         settings = dict(self.manifest["settings"])
-        settings.pop("prefill_chunk", None)  # a setting once, on which no output depends
+        chunk = settings.pop("prefill_chunk", None)  # a setting once
+        if chunk not in (None, CHUNK):
+            _log.warning(
+                "the run in %s read its prompts in chunks of %d tokens, and they are read in "
+                "chunks of %d now; with kernels whose bits depend on the width, tokens may differ "
+                "at ties",
+                *(self.directory, chunk, CHUNK),
+            )
         for name, room in (("verifier", verifiers), ("scheduler", schedulers)):
             fields = dict(settings[name])
             rule = getattr(room, fields.pop("class"), None)

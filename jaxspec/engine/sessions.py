@@ -248,7 +248,7 @@ def cache_prefix(
         chat_template_kwargs=chat_template_kwargs,
     )
     prefix = Conversation(is_reread=not core.kept.rows.keeps_prompt_bits)
-    ticket = dataclasses.replace(ticket, has_consumer=True, conversation=prefix)
+    ticket = dataclasses.replace(ticket, has_consumer=True, is_counted=False, conversation=prefix)
     num_tokens = ticket.prompt_length
     with core.lock:  # no other request may take the row before it has been copied
         core.queue.add(ticket)

@@ -130,7 +130,10 @@ def lacks_bfloat16() -> bool:
 
 # Files that a driver makes for its devices, and the extra with which JAX uses them.
 ACCELERATOR_FILES = {
-    "an NVIDIA GPU": (("/dev/nvidia[0-9]*", "/dev/dxg"), "cuda13` (or `cuda12` for older drivers)"),
+    "an NVIDIA GPU": (
+        ("/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so*"),
+        "cuda13` (or `cuda12` for older drivers)",
+    ),
     "a TPU": (("/dev/accel[0-9]*",), "tpu`"),
 }
 
@@ -138,14 +141,14 @@ ACCELERATOR_FILES = {
 def unused_accelerator() -> str | None:
     """A sentence about a device of this machine that JAX does not use, or None. JAX says nothing
     where its plugin is missing or the driver is too old for it, and runs on the CPU."""
-    if jax.default_backend() != "cpu" or os.environ.get("JAX_PLATFORMS") == "cpu":
+    if jax.default_backend() != "cpu" or jax.config.jax_platforms == "cpu":
         return None
     for name, (patterns, extra) in ACCELERATOR_FILES.items():
         if any(glob.glob(pattern) for pattern in patterns):
             return (
                 f"This machine has {name}, but JAX runs on the CPU: its plugin is missing, or does "
                 f"not work with the driver. Install the extra `{extra}, or set JAX_PLATFORMS=cpu "
-                "if this is meant."
+                "if that is intended."
             )
     return None
 

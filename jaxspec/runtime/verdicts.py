@@ -42,7 +42,6 @@ def keep_verdicts(problems: Mapping[str, str | None]) -> None:
     Raises:
       SettingError: the file cannot be written.
     """
-    _path().parent.mkdir(parents=True, exist_ok=True)
     key, known = _key(), _read()
     before = known.get(key)
     known[key] = (before if isinstance(before, dict) else {}) | dict(problems)

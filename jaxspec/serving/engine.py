@@ -189,7 +189,8 @@ class ServingEngine:
         draft_length: int | None = None,
         **settings: Unpack[ServingSettings],
     ):
-        for name in settings.keys() - ServingSettings.__annotations__.keys():
+        # `prefill_chunk` was a setting, and `EngineConfig` says what to do.
+        for name in settings.keys() - {*ServingSettings.__annotations__, "prefill_chunk"}:
             raise TypeError(f"ServingEngine got an unexpected keyword argument {name!r}")
         if draft_length is not None:
             draft_length = whole_number("draft_length", draft_length)
@@ -281,9 +282,10 @@ class ServingEngine:
 
     def _share_params(self) -> None:
         """Gives the batch's weights to the state of one row."""
-        self.params = self._row.params = self._batch.params
+        params = of_row = self._batch.params
         if isinstance(self._row.loop, ShardedLoop):
-            self._row.params = on_first_shard(self.params, self._row.loop.param_shardings)
+            of_row = on_first_shard(params, self._row.loop.param_shardings)
+        self.params, self._row.params = params, of_row  # another thread may be prefilling
 
     def init_decode_state(self) -> ServingState:
         """A state in which every row of the batch is empty."""
@@ -398,8 +400,8 @@ class ServingEngine:
         """The rows of a state, as programs take them.
 
         Raises:
-          SettingError: it is none of this engine's present weights, or a call has taken over its
-            arrays; within a caller's own `jit` JAX keeps account of that.
+          SettingError: it was written by older weights, or a call has taken over its arrays;
+            within a caller's own `jit` JAX keeps account of that.
         """
         check_kind("state", state, ServingState, "a state of this engine")
         leaves = [leaf for leaf in jax.tree.leaves(state) if not isinstance(leaf, Tracer)]

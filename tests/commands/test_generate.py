@@ -12,6 +12,7 @@ import resource
 import shlex
 import shutil
 import sys
+from typing import Any
 
 import hf_checkpoints
 import jax
@@ -652,8 +653,8 @@ REFUSED_WITH_RAY = {
     "": "it takes --prompts FILE and --output DIRECTORY",
     "--output o --turns all": "--turns all was given with --ray, and a turn needs the answers",
     "--output o --shard 1/2": "--shard was given with --ray",
-    "--output o --max-prompt-tokens 9": "--max-prompt-tokens was given with --ray",
-    "--output o --generation-config": "--generation-config was given with --ray",
+    "--output o --max-prompt-tokens 9": "--max-prompt-tokens was given with --ray, and prompts",
+    "--output o --generation-config": "--generation-config was given with --ray, and sampling val",
     "--output o --trace t.parquet": "--trace was given with --ray",
     "--output o --format spec-bench": "--format spec-bench was given with --ray",
     """--output o --sampling-args '{"logprobs": 1}'""": "logprobs was given with --ray",
@@ -680,6 +681,20 @@ def test_refused_before_any_model_is_loaded(refused, monkeypatch, tmp_path):
         assert message in refused(*target, *with_ray), words
     assert (tmp_path / "mine").read_text() == "mine\n"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["mine", "p.txt"]
+
+
+def test_the_settings_that_rows_of_a_cluster_are_resumed_with():
+    plain = generate.GenerateCommand(target="demo-target")
+    others: list[dict[str, Any]] = [
+        *({"target": "demo-draft"}, {"dtype": "bfloat16"}, {"kv_dtype": "int8"}, {"draft": "a"}),
+        *({"max_length": 99}, {"batch_size": 2}, {"verifier": "typical"}, {"exactness": "ties"}),
+        *({"engine_args": "{}"}, {"chat_template": "vicuna"}, {"chat_template_kwargs": "{}"}),
+    ]
+    for other in others:
+        changed = dataclasses.replace(plain, **other)
+        assert changed.settings_of_rows() != plain.settings_of_rows(), other
+    elsewhere = dataclasses.replace(plain, ray="auto", num_replicas=2, resume=True, limit=3)
+    assert elsewhere.settings_of_rows() == plain.settings_of_rows()
 
 
 def test_refused_with_the_models_at_hand(refused, models, tmp_path):

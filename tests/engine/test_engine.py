@@ -94,7 +94,7 @@ def outputs(engine):
     [
         ({"batch_size": 0}, "batch_size 0 was given"),
         ({"max_length": 0}, "max_length 0 was given"),
-        ({"prefill_chunk": 64}, "prefill_chunk 64 was given, and is a setting no longer"),
+        ({"prefill_chunk": 64}, "prefill_chunk 64 was given, but it is no longer a setting"),
         ({"rounds_per_sync": 0}, "rounds_per_sync 0 was given"),
         ({"verify_length": 2}, "without a drafter"),
         ({"verifier": Rejection()}, "The verifier rejection was given without a drafter"),

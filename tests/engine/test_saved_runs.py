@@ -87,11 +87,12 @@ def test_a_run_is_read_as_it_was(saved, engine, completions):
     assert repr(run) == f"<Saved run in {saved}: {completions.summary}>"
 
 
-def test_a_run_is_decoded_again_to_the_token(saved, engine, completions):
+def test_a_run_is_decoded_again_to_the_token(saved, engine, completions, caplog):
     run = jaxspec.load_run(saved)
     drafter = jaxspec.DraftModel(engines.stranger(engines.target("text")))
     run.manifest["settings"]["prefill_chunk"] = 64  # as older runs say
     made = jaxspec.Engine(engines.target("text"), drafter, **run.engine_settings)
+    assert "read its prompts in chunks of 64 tokens, and they are read in chunks" in caplog.text
     run.check_weights(made)
     again = made.generate(run.prompts, run.sampling_params, **run.manifest["generate"])
     assert [c.token_ids for c in again] == [c.token_ids for c in run.completions]

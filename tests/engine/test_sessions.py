@@ -434,7 +434,11 @@ def test_a_common_prefix_is_read_once(engine):
     expected = engine.generate(prompts, params)
     assert {done.num_reused_tokens for done in expected} == {None}
     bits = [kv_of(engine, row) for row in engine.executor.free_rows(())[:2]]
+    before = engine.metrics()
     assert engine.cache_prefix(system) == 70
+    counts = ("num_requests", "num_prompt_tokens", "num_by_finish_reason", "num_emitted_tokens")
+    for name in (*counts, "num_rounds", "latencies"):  # it is nobody's request
+        assert engine.metrics()[name] == before[name], name
     found = engine.generate(prompts, params)
     # XLA's kernels: whole chunks of what a prompt's chunks wrote.
     assert [done.num_reused_tokens for done in found] == [64, 64]

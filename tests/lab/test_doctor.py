@@ -1,9 +1,11 @@
 """What `jaxspec doctor` finds out about kernels that fail in every way, and who heeds it."""
 
 import dataclasses
+import fnmatch
 import glob
 import json
 import sys
+import types
 
 import jax
 import pytest
@@ -86,6 +88,12 @@ def test_verdicts_choose_the_kernels_of_this_device_and_commit(monkeypatch, tmp_
     assert verdicts.kept_problem("native") is None
 
 
+def test_a_cache_that_is_no_directory_is_refused(monkeypatch):
+    monkeypatch.setenv("JAXSPEC_CACHE", "/etc/hostname/x")
+    with pytest.raises(SettingError, match=r"/etc/hostname/x/.kernels.json.*cannot be written"):
+        verdicts.keep_verdicts({"native": None})
+
+
 def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_path):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     verdicts.keep_verdicts({"mosaic": "it hangs"})
@@ -102,18 +110,18 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     [
         (["/dev/nvidia0"], None, "This machine has an NVIDIA GPU, but JAX runs on the CPU"),
         (["/dev/accel0"], None, "This machine has a TPU, but JAX runs on the CPU"),
+        (["/usr/lib/wsl/lib/libcuda.so.1"], None, "This machine has an NVIDIA GPU, but JAX runs"),
+        (["/dev/dxg"], None, None),  # WSL2 has it for GPUs of any maker
         (["/dev/nvidia0"], "cpu", None),
         ([], None, None),
     ],
 )
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, says):
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    if platforms is not None:
-        monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
     monkeypatch.setattr(
         glob,
         "glob",
-        lambda pattern: [name for name in files if name.startswith(pattern.partition("[")[0])],
+        lambda pattern: fnmatch.filter(files, pattern),
     )
     found = environment.unused_accelerator()
     assert found is None if says is None else (found or "").startswith(says)

@@ -539,6 +539,9 @@ def test_bad_input_is_refused():
         plan_of(0)
     with pytest.raises(SettingError, match=r"keep 1\.5"):
         plan_of(GIB, keep=1.5)
+    for name in ("acceptance", "window_acceptance"):
+        with pytest.raises(SettingError, match=rf"{name} \(\) was given; it must be a probability"):
+            plan_of(GIB, **{name: ()})
     with pytest.raises(SettingError, match="nothing to choose from"):
         plan_of(GIB, search=Search(draft_lengths=()))
     with pytest.raises(SettingError, match="--device abacus"):

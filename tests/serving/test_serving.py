@@ -509,6 +509,13 @@ def test_what_insert_and_free_refuse(target, draft, engine_of):
     other.insert(prefilled, other.init_decode_state(), 1)
 
 
+def test_settings_that_are_none(target):
+    with pytest.raises(SettingError, match="prefill_chunk 64 was given, but it is no longer"):
+        ServingEngine(target, prefill_chunk=64)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'layout'"):
+        ServingEngine(target, layout="ragged")
+
+
 def test_a_donated_state_is_refused(engine_of):
     engine = engine_of("ngram")
     prefilled, donated = engine.prefill([1, 2]), engine.init_decode_state()

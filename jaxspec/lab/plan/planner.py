@@ -191,7 +191,9 @@ def _as_acceptance(name: str, acceptance: Any) -> float | tuple[float, ...]:
 
     if getattr(acceptance, "shape", ()) == () and not isinstance(acceptance, Iterable):
         return chance(acceptance)
-    return tuple(map(chance, listed(name, acceptance)))
+    if not (chances := tuple(map(chance, listed(name, acceptance)))):
+        raise refusal(name, acceptance, expected)
+    return chances
 
 
 def _as_mesh(mesh: Any) -> tuple[int, int]:

@@ -231,7 +231,7 @@ class Generation:
         return {
             "index": index,
             **output,
-            "logprobs": self.logprobs(index, token_ids, logprobs),
+            "logprobs": self.logprobs(index, token_ids, logprobs, text=whole),
             "finish_reason": completion.finish_reason,
             "stop_reason": completion.stop_reason,
             **self.ids_of(index, completion.token_ids),
@@ -265,8 +265,11 @@ class Generation:
         prompt = self.prompts[self.prompt_of(index)]
         return prompt if isinstance(prompt, str) else self.service.tokenizer.decode(prompt)
 
-    def logprobs(self, index: int, token_ids: Sequence[int], logprobs: Any) -> Any:
-        """The log-probabilities of some tokens, in the form of the route."""
+    def logprobs(
+        self, index: int, token_ids: Sequence[int], logprobs: Any, *, text: str = ""
+    ) -> Any:
+        """The log-probabilities of some tokens, in the form of the route; `text` is that of a whole
+        choice."""
         if logprobs is None:
             return None
         tokenizer, num_top = self.service.tokenizer, self.body.num_logprobs or 0
@@ -274,7 +277,7 @@ class Generation:
             return protocol.chat_logprobs(tokenizer, token_ids, logprobs, num_top=num_top)
         offset = self.offsets.get(index, 0)
         found, self.offsets[index] = protocol.completion_logprobs(
-            tokenizer, token_ids, logprobs, offset=offset
+            tokenizer, token_ids, logprobs, offset=offset, text=text
         )
         return found
 

@@ -333,13 +333,16 @@ def completion_logprobs(
     logprobs: Sequence[Mapping[int, float] | None],
     *,
     offset: int,
+    text: str = "",
 ) -> tuple[dict[str, Any], int]:
     """Log-probabilities in the form of completions, null for a prompt's first token; and the offset
-    of what follows. `offset` is that of the first token; special tokens are not in the text."""
+    of what follows. `offset` is that of the first token. Special tokens take no room, except those
+    that are in `text`, which is the prompt as it was given, followed by the output."""
     tokens = [token_text(tokenizer, token) for token in token_ids]
     offsets = [offset]
-    for token, text in zip(token_ids, tokens, strict=True):
-        offsets.append(offsets[-1] + (0 if token in tokenizer.special_tokens else len(text)))
+    for token, own in zip(token_ids, tokens, strict=True):
+        is_shown = token not in tokenizer.special_tokens or text.startswith(own, offsets[-1])
+        offsets.append(offsets[-1] + (len(own) if is_shown else 0))
     found = {
         "tokens": tokens,
         "token_logprobs": [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -268,16 +269,25 @@ class Service:
         engine.warm_up()
         if prompt is None:
             return
-        is_chat = template is not None
-        num_tokens = engine.cache_prefix(
-            [{"role": "system", "content": prompt}] if is_chat else prompt,
-            chat_template=self.settings.chat_template if is_chat else None,
-        )
+        try:
+            if template is not None:
+                # What follows it differs, and some templates write it within the user's message.
+                system = {"role": "system", "content": prompt}
+                chats = [[system, {"role": "user", "content": text}] for text in ("a", "b")]
+                first, other = (self.token_ids(chat, "A chat with it") for chat in chats)
+                pairs = zip(first, other, strict=False)
+                alike = itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)
+                prompt = [token for token, _ in alike]
+            num_tokens = engine.cache_prefix(prompt)
+        except PromptError as error:
+            raise SettingError(
+                f"The system prompt (--system-prompt) cannot be prefilled: {error}"
+            ) from error
         chunk = engine.shape.prefill_chunk
         if num_tokens <= chunk and not engine.row_store.keeps_prompt_bits:
             _log.warning(
-                "the system prompt has %d tokens, and with these kernels only whole chunks of %d "
-                "are reused",
+                "prompts share %d tokens with the system prompt, and with these kernels only whole "
+                "chunks of %d are reused",
                 num_tokens,
                 chunk,
             )

@@ -228,6 +228,35 @@ def test_a_system_prompt_is_prefilled_once_and_changes_no_response(other):
     assert alone["usage"]["prompt_tokens"] == num_prompt
 
 
+MERGING = (  # as Mistral's: the system text is in the user's message
+    "{{ bos_token }}{% if messages[0]['role'] == 'system' %}{% set s = messages[0]['content'] %}"
+    "{% set messages = messages[1:] %}{% else %}{% set s = '' %}{% endif %}"
+    "{% for m in messages %}[INST] {{ s if loop.first else '' }} {{ m['content'] }}[/INST]"
+    "{% endfor %}"
+)
+
+
+def test_a_system_prompt_within_the_users_message_is_prefilled(other):
+    system = {"role": "system", "content": "Answer in one short sentence, as a sailor would."}
+    body = {**CHAT, "messages": [system, *CHAT["messages"]]}
+    settings = {"system_prompt": system["content"], "chat_template": MERGING}
+    before = other.metrics()["num_requests"]
+    try:
+        with served(other, **settings) as (url, _), httpx.Client(base_url=url) as client:
+            assert other.metrics()["num_requests"] == before
+            usage = post(client, CHATS, body).json()["usage"]
+    finally:
+        other.forget_prefixes()
+    assert usage["prompt_tokens_details"]["cached_tokens"] > len(system["content"]) - 16
+
+
+def test_a_system_prompt_that_the_template_leaves_out_is_refused(other):
+    template = "{% for m in messages[1:] %}{{ m['content'] }}{% endfor %}"
+    settings = ServerSettings(served_model_name="a", system_prompt="Hi.", chat_template=template)
+    with pytest.raises(SettingError, match=r"\(--system-prompt\) cannot be prefilled: "):
+        Service(other, settings).prepare()
+
+
 def test_a_session_answers_one_request_at_a_time(client, engine, monkeypatch):
     body, may_run = {**LONG, "session_id": "busy"}, threading.Event()
     run = engine.executor.programs["run"]
@@ -346,6 +375,20 @@ def test_echo_with_logprobs_is_what_lm_eval_sends_for_log_likelihoods(
             for token, offset in zip(texts_of[1:11], offsets[1:], strict=False):
                 assert choice["text"].startswith(token, offset)
     assert found["usage"]["completion_tokens"] == 2 * max_tokens
+
+
+@pytest.mark.parametrize("prompt", ["ab</s>cd", "<s>ab<s>cd"])
+def test_offsets_count_the_special_tokens_that_a_prompt_was_given_with(client, prompt):
+    fields = {"prompt": prompt, "logprobs": 1, "echo": True, "temperature": 0}
+    [choice] = post(client, COMPLETIONS, with_prompt(**fields)).json()["choices"]
+    found = choice["logprobs"]
+    offsets = dict(zip(found["tokens"], found["text_offset"], strict=True))
+    assert offsets["c"] == choice["text"].index("c") == len(prompt) - 2
+    # As ids, they are not in the text.
+    ids = post(client, "/tokenize", {"model": MODEL, "prompt": prompt}).json()["tokens"]
+    [choice] = post(client, COMPLETIONS, with_prompt(**{**fields, "prompt": ids})).json()["choices"]
+    assert choice["text"].startswith("abcd")
+    assert choice["logprobs"]["text_offset"][found["tokens"].index("c")] == 2
 
 
 def test_prompt_logprobs_have_the_form_of_vllm(client, engine):
@@ -598,6 +641,8 @@ def test_fingerprints_differ_by_what_decides_outputs():
     assert fingerprint(plain) == fingerprint(plain)
     found = {fingerprint(plain), fingerprint(bf16), fingerprint(plain, {"defaults": "x"})}
     assert len(found) == 3
+    processed = engines.engine("toy", max_logprobs=3, logprobs_mode="processed_logprobs")
+    assert fingerprint(processed) != fingerprint(engines.engine("toy", max_logprobs=3))
     assert len(fingerprint(other)) == 16
 
 
