@@ -221,6 +221,7 @@ for shape in ((1, 1), (2, 1), (1, 2)):
 """
 
 
+@pytest.mark.slow
 def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
     done = subprocess.run(
         [sys.executable, "-c", ON_A_MESH],

@@ -80,6 +80,7 @@ def test_every_part_has_a_row_for_each_drafter(bench, folder):
     assert speeds == ["plain", "ngram", "ngram, auto", "mine", "mine, auto"]
 
 
+@pytest.mark.slow
 def test_flexdraft_in_both_modes_and_untrained_heads(bench):
     names = ["parallel", "sequential"]
     drafters = [f'{mode}={{"model": "demo-flexdraft", "mode": "{mode}"}}' for mode in names]

@@ -36,6 +36,7 @@ def measured(tmp_path_factory):
     return document, path, programs
 
 
+@pytest.mark.slow
 def test_the_oracle_is_accepted_exactly_as_often_as_it_should_be(measured):
     document, _, _ = measured
     assert [cell["kernels"] for cell in document["cells"].values()] == ["xla", "pallas"]

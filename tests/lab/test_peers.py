@@ -60,6 +60,7 @@ def found(tmp_path_factory):
     return document, lines, console.file.getvalue(), root / "outputs"
 
 
+@pytest.mark.slow
 def test_our_outputs_survive_batch_and_drafter(found):
     _, lines, printed, _ = found
     for batch in (1, 2):
