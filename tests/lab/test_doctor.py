@@ -5,21 +5,16 @@ import fnmatch
 import glob
 import json
 import sys
-import types
 
 import jax
 import pytest
-import toy
 
-from jaxspec.engine.executor import make_executor
 from jaxspec.errors import SettingError
 from jaxspec.kernels import registry
 from jaxspec.lab import doctor
-from jaxspec.lab.cost.devices import DEVICES, read_device
-from jaxspec.models import prefill
+from jaxspec.lab.cost.devices import read_device
 from jaxspec.models.registry import PRESETS
 from jaxspec.runtime import environment, verdicts
-from jaxspec.runtime.turns import Turns
 
 # One small case of the Pallas kernels, interpreted.
 SMALL = """
@@ -117,13 +112,17 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     ],
 )
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, says):
-    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
     monkeypatch.setattr(
         glob,
         "glob",
         lambda pattern: fnmatch.filter(files, pattern),
     )
-    found = environment.unused_accelerator()
+    before = getattr(jax.config, "jax_platforms", None)
+    jax.config.update("jax_platforms", platforms)
+    try:
+        found = environment.unused_accelerator()
+    finally:
+        jax.config.update("jax_platforms", before)
     assert found is None if says is None else (found or "").startswith(says)
 
 
@@ -133,18 +132,6 @@ def test_gpus_before_ampere_are_given_xlas_kernels_and_float16(monkeypatch):
     assert registry.default_kernels() == "xla"
     assert "compute capability 7.5" in (environment.noted_kernels()["kernels_fallback"] or "")
     assert environment.lacks_bfloat16()
-    assert doctor.usual_dtype() == "float16"
-    assert doctor.why_not_here("pallas") == "for GPUs from Ampere on"
-    monkeypatch.setattr(environment, "compute_capability", lambda: 8.0)
-    assert doctor.usual_dtype() == "bfloat16"
-    assert doctor.why_not_here("pallas") is None
-
-
-def test_kernels_of_a_cpu_that_cannot_be_built_fail(monkeypatch):
-    monkeypatch.setattr(registry, "native_problem", lambda: "there is no compiler; install one")
-    found = doctor.tried("native")
-    assert found["outcome"] == "fails"
-    assert "there is no compiler; install one" in (found["why"] or "")
 
 
 def test_what_was_measured_is_a_device_of_the_cost_model(tmp_path):
@@ -155,51 +142,11 @@ def test_what_was_measured_is_a_device_of_the_cost_model(tmp_path):
         "flops_per_s": 5e14,
     }
     device = doctor.device_of(costs)
-    assert device.step_s == 5 * 2e-6  # calls of the C++ kernels in a layer
     path = tmp_path / "doctor.json"
     path.write_text(json.dumps({"measured_device": dataclasses.asdict(device)}))
     target, _, block = read_device(str(path))(PRESETS["qwen3-8b"], None)
     assert (target, block) == (device, None)
     assert "measured by jaxspec doctor at commit" in target.source
     path.write_text(json.dumps({"measured_device": {"name": "x"}}))
-    with pytest.raises(SettingError, match=r"lacks bytes_per_s.*`jaxspec doctor --json`"):
+    with pytest.raises(SettingError, match="The device lacks bytes_per_s"):
         read_device(str(path))
-
-
-@pytest.mark.parametrize(("kernels", "number"), [("mosaic", 12), ("pallas", 13)])
-def test_the_devices_step_is_a_layer_of_its_kernels(monkeypatch, kernels, number):
-    monkeypatch.setattr(doctor, "default_kernels", lambda: kernels)
-    costs = {"kernel_s": 2e-6, "read_result_s": 1e-4, "bytes_per_s": 2e12, "flops_per_s": 5e14}
-    device = doctor.device_of(costs)
-    assert device.step_s == number * 2e-6
-    assert f"{number} launches a layer of the {kernels} kernels" in device.source
-
-
-def test_prefill_is_divided_by_the_calls_that_it_makes(monkeypatch):
-    """Chunks of several prompts share a call, and admission is not timed."""
-    made = []
-
-    def make_watched(*given, **settings):
-        executor = make_executor(*given, **settings)
-        for name in ("admit", "prefill"):
-            program = executor.programs[name]
-            executor.programs[name] = lambda *given, name=name, program=program: (
-                made.append(name) or program(*given)
-            )
-        return executor
-
-    def run_once(contenders, *_, prepare, **__):
-        ((what, run),) = contenders.items()
-        prepare(what)
-        made.clear()
-        run()
-        return Turns(seconds={what: [1.0]}, results={})
-
-    monkeypatch.setattr(prefill, "CHUNK", 128)
-    monkeypatch.setattr(prefill, "chunks_per_call", lambda _: 4)
-    monkeypatch.setattr(doctor, "load_packed", lambda _: toy.model())
-    monkeypatch.setattr(doctor, "make_executor", make_watched)
-    monkeypatch.setattr(doctor, "take_turns", run_once)
-    *_, cell = doctor.measure_cells(DEVICES["h100"])
-    assert made == 4 * ["prefill"]  # 16 chunks of eight prompts
-    assert cell["measured_ms"] == pytest.approx(1e3 / 4)
