@@ -113,7 +113,8 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     ],
 )
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, says):
-    monkeypatch.setattr(jax, "config", types.SimpleNamespace(jax_platforms=platforms))
+    options = types.SimpleNamespace(read=lambda name: platforms)
+    monkeypatch.setattr(jax, "config", options)
     monkeypatch.setattr(
         glob,
         "glob",
