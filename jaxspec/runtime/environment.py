@@ -141,7 +141,7 @@ ACCELERATOR_FILES = {
 def unused_accelerator() -> str | None:
     """A sentence about a device of this machine that JAX does not use, or None. JAX says nothing
     where its plugin is missing or the driver is too old for it, and runs on the CPU."""
-    if jax.default_backend() != "cpu" or jax.config.read("jax_platforms") == "cpu":
+    if jax.default_backend() != "cpu" or getattr(jax.config, "jax_platforms", None) == "cpu":
         return None
     for name, (patterns, extra) in ACCELERATOR_FILES.items():
         if any(glob.glob(pattern) for pattern in patterns):

@@ -5,7 +5,6 @@ import fnmatch
 import glob
 import json
 import sys
-import types
 
 import jax
 import pytest
@@ -113,14 +112,17 @@ def test_a_kernel_that_fails_on_hopper_gives_way_to_the_next(monkeypatch, tmp_pa
     ],
 )
 def test_an_accelerator_that_jax_does_not_use(monkeypatch, files, platforms, says):
-    options = types.SimpleNamespace(read=lambda name: platforms)
-    monkeypatch.setattr(jax, "config", options)
     monkeypatch.setattr(
         glob,
         "glob",
         lambda pattern: fnmatch.filter(files, pattern),
     )
-    found = environment.unused_accelerator()
+    before = getattr(jax.config, "jax_platforms", None)
+    jax.config.update("jax_platforms", platforms)
+    try:
+        found = environment.unused_accelerator()
+    finally:
+        jax.config.update("jax_platforms", before)
     assert found is None if says is None else (found or "").startswith(says)
 
 
