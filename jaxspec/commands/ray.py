@@ -131,7 +131,8 @@ def finished_rows(path: pathlib.Path) -> list[dict[str, Any]]:
     """The rows of a file: `id`, `request`, `fingerprint` and `acceptance`."""
     try:
         columns = ["id", "request", "fingerprint", *COUNTS]
-        rows = pyarrow.parquet.read_table(path, columns=columns).to_pylist()
+        with open(path, "rb") as file:
+            rows = pyarrow.parquet.read_table(file, columns=columns).to_pylist()
     except (OSError, pyarrow.ArrowException) as error:
         if isinstance(error, OSError) and error.errno is not None:  # damage has none
             raise SettingError(

@@ -216,7 +216,10 @@ def test_a_system_prompt_is_prefilled_once_and_changes_no_response(other):
     found = []
     try:
         for settings in ({}, {"system_prompt": system["content"]}):
-            with served(other, **settings) as (url, _), httpx.Client(base_url=url) as client:
+            with (
+                served(other, **settings) as (url, _),
+                httpx.Client(base_url=url, timeout=60) as client,
+            ):
                 found.append(post(client, CHATS, body).json())
                 alone = post(client, CHATS, CHAT).json()
     finally:
