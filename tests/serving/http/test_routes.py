@@ -245,7 +245,10 @@ def test_a_system_prompt_within_the_users_message_is_prefilled(other):
     settings = {"system_prompt": system["content"], "chat_template": MERGING}
     before = other.metrics()["num_requests"]
     try:
-        with served(other, **settings) as (url, _), httpx.Client(base_url=url) as client:
+        with (
+            served(other, **settings) as (url, _),
+            httpx.Client(base_url=url, timeout=60) as client,
+        ):
             assert other.metrics()["num_requests"] == before
             usage = post(client, CHATS, body).json()["usage"]
     finally:
