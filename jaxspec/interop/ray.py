@@ -22,12 +22,16 @@ from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import as_sampling_params
 from jaxspec.runtime.compilation import enable_compilation_cache
 from jaxspec.runtime.extras import import_extra
+from jaxspec.telemetry.counters import Acceptance
 
 ray: Any = import_extra("ray", "jaxspec.interop.ray", extra="ray")
 import_extra("ray.data", "jaxspec.interop.ray", extra="ray")
 
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 READ = (*PROMPTS, "params")
+LOGPROBS = ("logprobs", "prompt_logprobs")
+COUNTS = tuple(field.name for field in dataclasses.fields(Acceptance))
+RESULTS = frozenset({"token_ids", "text", "finish_reason", "fingerprint", *LOGPROBS, *COUNTS})
 
 
 def seed_of(row_id: int | str, first: int = 0) -> int:
@@ -59,9 +63,11 @@ class Predictor:
     `predict` gives it its resources.
 
     A row has an `id`, a number or text; one of `prompt`, `prompt_token_ids` and `messages`; and
-    perhaps `params`, fields of `SamplingParams`, whose `seed` is that of the row with id 0.
-    Messages and `params` may be JSON text. Other columns are returned, together with `token_ids`,
-    `text`, `finish_reason`, the fields of `Acceptance` and `fingerprint`.
+    perhaps `params`, fields of `SamplingParams` without `n`, whose `seed` is that of the row with
+    id 0. Messages and `params` may be JSON text. Other columns are returned, together with
+    `token_ids`, `text`, `finish_reason`, `logprobs` and `prompt_logprobs` (JSON text as
+    `Completion.to_json` has them, null where they were not asked for), the fields of `Acceptance`
+    and `fingerprint`.
 
     Args:
       make_engine: makes the engine, such as `functools.partial(jaxspec.Engine, "MODEL")`.
@@ -70,7 +76,8 @@ class Predictor:
       chat_template_kwargs: further variables of the template.
 
     Raises:
-      SettingError: it holds every CPU of the cluster, or another node has another fingerprint.
+      SettingError: it holds every CPU of the cluster, or another node has another fingerprint; when
+        it is called, rows have a column of a result's name.
     """
 
     def __init__(
@@ -104,6 +111,10 @@ class Predictor:
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """The rows of a batch with their completions."""
+        if taken := sorted(RESULTS.intersection(batch.column_names)):
+            raise SettingError(
+                f"The rows have the column {taken[0]}, which is a result's name; rename it."
+            )
         completions = list(self.engine.run([self.request(row) for row in batch.to_pylist()]))
         ids = [one.token_ids for one in completions]
         found: dict[str, Any] = {
@@ -113,11 +124,15 @@ class Predictor:
             "finish_reason": [one.finish_reason for one in completions],
             "fingerprint": [self.fingerprint] * len(completions),
         }
-        for field in dataclasses.fields(completions[0].acceptance):
-            values = [getattr(one.acceptance, field.name) for one in completions]
+        for name in COUNTS:
+            values = [getattr(one.acceptance, name) for one in completions]
             count = pyarrow.int64()
             is_list = isinstance(values[0], tuple)
-            found[field.name] = pyarrow.array(values, pyarrow.list_(count) if is_list else count)
+            found[name] = pyarrow.array(values, pyarrow.list_(count) if is_list else count)
+        written = [one.to_json() for one in completions]
+        for name in LOGPROBS:
+            values = [json.dumps(one[name]) if name in one else None for one in written]
+            found[name] = pyarrow.array(values, pyarrow.string())
         return pyarrow.table(found)
 
     def request(self, row: Mapping[str, Any]) -> Request:
@@ -125,21 +140,38 @@ class Predictor:
         name = f"The row {row['id']}"
         given = {kind: row[kind] for kind in PROMPTS if row.get(kind) is not None}
         if isinstance(given.get("messages"), str):
-            given["messages"] = json.loads(given["messages"])
+            given["messages"] = _parsed(given["messages"], f"{name} has messages")
         if len(given) != 1:
             held = " and ".join(given) or "no prompt"
             raise PromptError(f"{name} has {held}; give exactly one of {', '.join(PROMPTS)}.")
         params = row.get("params") or {}
-        params = json.loads(params) if isinstance(params, str) else params
+        params = _parsed(params, f"{name} has params") if isinstance(params, str) else params
+        if not isinstance(params, Mapping):
+            raise PromptError(
+                f"{name} has params that are not fields of SamplingParams; give these."
+            )
         # A column of records has every field in every row, null where it was not given.
         fields = {field: value for field, value in params.items() if value is not None}
+        if fields.get("n", 1) != 1:
+            raise PromptError(
+                f"{name} has n = {fields['n']}; give each completion a row with an id of its own."
+            )
         fields["seed"] = seed_of(row["id"], fields.get("seed", 0))
+        try:
+            params = as_sampling_params(fields)
+        except SettingError as error:
+            raise SettingError(f"{name} has params that cannot be used: {error}") from error
         model, longest = self.engine.target, self.engine.longest_prompt
         chat = self.chat if "messages" in given else {}
-        [request] = make_requests(
-            [given], [as_sampling_params(fields)], model, longest=longest, names=[name], **chat
-        )
+        [request] = make_requests([given], [params], model, longest=longest, names=[name], **chat)
         return dataclasses.replace(request, request_id=str(row["id"]))
+
+
+def _parsed(text: str, which: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise PromptError(f"{which} that are text, but not JSON ({error}); give JSON.") from error
 
 
 def predict(

@@ -17,7 +17,7 @@ import pytest
 
 import jaxspec
 from jaxspec import DraftModel, Engine, SamplingParams
-from jaxspec.errors import SettingError
+from jaxspec.errors import JaxspecError, SettingError
 from jaxspec.requests.prompts import sample_prompts
 from jaxspec.requests.sampling_params import seeds
 from jaxspec.telemetry.counters import Acceptance
@@ -293,6 +293,37 @@ def test_a_dataset_of_any_rows(driver, engine):
         assert found[row["id"]]["token_ids"] == list(one.token_ids)
         counts = {name: found[row["id"]][name] for name in vars(Acceptance())}
         assert counts == {name: one.acceptance.to_json()[name] for name in counts}
+
+
+def test_log_probabilities_are_columns_and_mistakes_name_the_row():
+    engine = Engine(
+        "demo-target", drafter="demo-draft", batch_size=2, max_length=64, max_logprobs=2
+    )
+    predictor = object.__new__(Predictor)  # outside of a cluster
+    predictor.engine, predictor.fingerprint = engine, "f"
+    predictor.chat = {"chat_template": None, "chat_template_kwargs": None}
+    asked = {"max_tokens": 3, "logprobs": 2, "prompt_logprobs": 1}
+    rows = [
+        {"id": 0, "prompt": "Once", "params": json.dumps(asked)},
+        {"id": 1, "prompt": "Once", "params": json.dumps({"max_tokens": 3})},
+    ]
+    first, second = predictor(pyarrow.Table.from_pylist(rows)).to_pylist()
+    expected = engine.generate(["Once"], {**asked, "seed": 0})[0].to_json()
+    for name in ("logprobs", "prompt_logprobs"):
+        assert json.loads(first[name]) == expected[name]
+        assert second[name] is None
+    wrong = {
+        "column text, which": {"text": "mine"},
+        "row 7 has n = 2": {"params": {"n": 2}},
+        "row 7 has params that cannot be used: temperature": {"params": {"temperature": -1}},
+        "row 7 has params that are text, but not JSON": {"params": "{"},
+        "row 7 has messages that are text": {"prompt": None, "messages": "hello"},
+        "row 7 has params that are not fields": {"params": [1]},
+    }
+    for words, changes in wrong.items():
+        table = pyarrow.Table.from_pylist([{"id": 7, "prompt": "Once", **changes}])
+        with pytest.raises(JaxspecError, match=words):
+            predictor(table)
 
 
 def test_an_actor_that_holds_every_cpu_says_so(driver):
