@@ -21,6 +21,8 @@ FORMS = {  # what there is besides the four kinds as their papers have them
         {"num_layers": 2, "shares_head": False},
     ),
     "medusa with heads for some tokens": ("medusa", {"shares_head": False, "num_head_tokens": 40}),
+    "medusa for some tokens": ("medusa", {"num_head_tokens": 40}),
+    "clover for some tokens": ("clover", {"num_head_tokens": 40}),
     "hydra with heads of its own": ("hydra", {"shares_head": False}),
     "clover without a block": ("clover", {"block": None, "num_gate_heads": 4, "gate": "cosine"}),
     "clover with a block of attention": ("clover", {"block_part": "attention", "has_silu": False}),

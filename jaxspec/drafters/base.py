@@ -102,6 +102,12 @@ class Drafter:
         functions of its target returns a copy that holds the target."""
         return self
 
+    def derive_params(self, params: PyTree, target_params: PyTree) -> PyTree:
+        """The parameters of a drafter that `for_target` returned, from weights of its own: with
+        what it copies from the target's. An engine calls it when weights are replaced; by default
+        nothing is copied."""
+        return params
+
     def within(self, num_nodes: int) -> Drafter:
         """The drafter for rounds that have room for only `num_nodes` nodes. It drafts the first
         nodes that this one would draft, from the same state; it is a different drafter where fewer

@@ -480,11 +480,13 @@ class Executor:
             raise SettingError(
                 "Draft weights were given to an engine without a drafter; leave them out."
             )
-        parts = dict(self.params)
-        owners = {"target": self.parts.target, "drafter": self.parts.drafter}
-        for name, given in (("target", target), ("drafter", drafter)):
-            if given is not None:
-                parts[name] = _like(parts[name], given, owners[name], name)
+        parts, own = dict(self.params), self.parts.drafter
+        if target is not None:
+            parts["target"] = _like(parts["target"], target, self.parts.target, "target")
+        derived = parts["drafter"] if drafter is None else drafter
+        derived = own.derive_params(derived, parts["target"])
+        if derived is not parts["drafter"]:
+            parts["drafter"] = _like(parts["drafter"], derived, own, "drafter")
         self.params = parts
 
     @property

@@ -199,7 +199,8 @@ def _ranks(
     batch: TextBatch,
 ) -> jax.Array:
     """Ranks `[B, T, D]` int32 of the tokens that each head should propose, at most `NUM_RANKS`."""
-    target = target_parts(target_config, target_params)
+    token_map = params.get("token_map") if config.shares_head else None
+    target = target_parts(target_config, target_params, token_map)
     features = last_features(target_config, target_params, batch)
     made = run_heads(config, params, target, features, batch)
     ranks = [

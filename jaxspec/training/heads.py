@@ -6,12 +6,15 @@ The target is frozen: each step runs it once, and only the heads have gradients.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxspec.drafters.heads.config import (
@@ -22,13 +25,23 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.formulas import Params, head_logits
+from jaxspec.drafters.heads.formulas import Params, own_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
-from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
+from jaxspec.runtime.compilation import Program
+from jaxspec.runtime.directories import check_can_write
+from jaxspec.training.data import most_frequent
+from jaxspec.training.drafters import (
+    NUM_EVALUATED,
+    DrafterTask,
+    DrafterTrainConfig,
+    text_lengths,
+)
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
+from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.teacher_states import TextStates
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
 from jaxspec.training.trainer import (
@@ -66,18 +79,26 @@ class HeadsTrainConfig(DrafterTrainConfig):
       parts: fields of `HeadsConfig` that differ from the kind's own, such as
         `{"connection": "mlp"}`. Without `shares_head`, every head begins as a copy of
         the target's.
+      draft_vocab_size: propose only so many tokens, the most frequent in what the target wrote, so
+        that a head reads only their columns of the target's; None for all.
+      target_states: file for the target's hidden states, in bfloat16, 2 E bytes per token of the
+        texts: the target is run over each text once, and not in every pass over the texts and every
+        run, which is most of the training time of heads.
     """
 
-    FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts")  # compared as "drafter"
+    # Of these, the parts are compared as "drafter".
+    FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts", "target_states")
 
     kind: Kind
     num_heads: int | None = None
     num_layers: int | None = None
     parts: NoOption[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    draft_vocab_size: int | None = None
+    target_states: pathlib.Path | None = None
 
     def __post_init__(self):
         super().__post_init__()
-        check_positive(self, "num_heads", "num_layers")
+        check_positive(self, "num_heads", "num_layers", "draft_vocab_size")
         if unknown := sorted(self.parts.keys() - set(_PARTS)):
             raise SettingError(f"parts has {', '.join(unknown)}; give some of {', '.join(_PARTS)}.")
         if self.num_layers is not None and "block" in self.parts:
@@ -90,6 +111,7 @@ class HeadsTrainConfig(DrafterTrainConfig):
             fields["block"] = block_config(target, num_layers=self.num_layers)
         elif self.num_layers is not None:
             fields["num_layers"] = self.num_layers
+        fields["num_head_tokens"] = self.draft_vocab_size
         return heads_config(self.kind, target, num_heads=self.num_heads, **fields)
 
 
@@ -101,6 +123,8 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
     static tree by its number of nodes) and `tokens_per_round` (with these trees, on the held-out
     texts), and `heads` (the drafter's directory).
     """
+    if config.target_states is not None:
+        check_can_write(config.target_states)
     return train(HeadsTask, config, on_step=on_step)
 
 
@@ -108,7 +132,7 @@ def init_heads(
     config: HeadsConfig, target: ModelConfig, params: Params, key: jax.Array
 ) -> dict[str, Any]:
     """Initial parameters, fp32: heads that add nothing to what they read, and a block of copies of
-    the target's last layer.
+    the target's last layer. A token map is not among them.
 
     Matrices that read or pass on hidden states start as the identity with noise (Clover, Clover-2's
     release), those that add something start as zeros, and own heads as copies of the target's
@@ -133,6 +157,7 @@ def init_heads(
     made: dict[str, Any] = jax.tree.map(
         lambda shape: jnp.zeros(shape, jnp.float32), param_shapes(config), is_leaf=decoder.is_shape
     )
+    made.pop("token_map", None)
     if config.block is not None:
         copied = jax.tree.map(_as_fp32, params["layers"][-1])
         made["layers"] = (copied,) * config.block.num_layers
@@ -165,10 +190,14 @@ class HeadsLoss:
     Clover-2, as in its release: 0.7^k times the cross entropy against the target's distribution,
     plus ten times the SmoothL1 distance to the target's normed hidden states where it predicts the
     same token.
+
+    Heads that propose only the tokens of a `token_map` learn their logits; anchors whose label is
+    another token do not count.
     """
 
     heads: HeadsConfig
     target: ModelConfig
+    token_map: tuple[int, ...] | None = None
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: TextBatch
@@ -180,7 +209,13 @@ class HeadsLoss:
           frozen: the target's, not packed.
           batch: the texts.
         """
-        config, target = self.heads, target_parts(self.target, frozen)
+        config, token_map, places = self.heads, None, None
+        if self.token_map is not None:
+            token_map = np.array(self.token_map, np.int32)
+            places = np.full(config.vocab_size, -1, np.int32)
+            places[token_map] = np.arange(len(token_map))
+            token_map, places = jnp.asarray(token_map), jnp.asarray(places)
+        target = target_parts(self.target, frozen, token_map)
         features = last_features(self.target, frozen, batch)
         params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
         regressed = distribution = None
@@ -189,9 +224,13 @@ class HeadsLoss:
             distribution = jax.nn.softmax(target.head(regressed))
         loss, metrics = jnp.zeros((), jnp.float32), {}
         for index, made in enumerate(run_heads(config, params, target, features, batch)):
-            logits = head_logits(config, params, target, index, made.hidden)
+            logits = own_logits(config, params, target, index, made.hidden)
+            labels, weights = made.labels, made.weights
+            if places is not None:
+                labels = places[labels]
+                weights = jnp.where(labels < 0, 0.0, weights)
             if regressed is None or distribution is None:
-                losses = optax.softmax_cross_entropy_with_integer_labels(logits, made.labels)
+                losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             else:
                 distance = index + 1  # the target's state there is that before the label
                 losses = optax.softmax_cross_entropy(logits, shifted(distribution, distance))
@@ -199,8 +238,8 @@ class HeadsLoss:
                 smooth = optax.huber_loss(apart.astype(jnp.float32), delta=1.0)
                 losses = losses + jnp.float32(_REGRESSION_WEIGHT) * jnp.mean(smooth, axis=-1)
             weight = jnp.float32(_DECAY[config.kind] ** index)
-            loss = loss + weight * weighted_mean(losses, made.weights)
-            is_right = (jnp.argmax(logits, axis=-1) == made.labels).astype(jnp.float32)
+            loss = loss + weight * weighted_mean(losses, weights)
+            is_right = (jnp.argmax(logits, axis=-1) == labels).astype(jnp.float32)
             metrics[f"top1/{index}"] = weighted_mean(is_right, made.weights)
         return loss, {"loss": loss} | metrics
 
@@ -213,8 +252,30 @@ class HeadsTask(DrafterTask):
 
     def __init__(self, settings: HeadsTrainConfig):
         super().__init__(settings)
-        self.loss = HeadsLoss(self.config, self.target.config)
+        training, self._token_map = self.split.training, None
+        if (count := self.config.num_head_tokens) is not None:
+            written = [np.array(text.output) for text in training]
+            self._token_map = most_frequent(written, self.config.vocab_size, count)
+        self.loss = HeadsLoss(self.config, self.target.config, self._token_map)
         self.optimizer = make_optimizer()
+        self._states = None
+        if settings.target_states is not None:
+            self._states = TextStates(
+                settings.target_states,
+                lengths=text_lengths(training, settings.sequence_length),
+                width=self.config.width,
+                origin={name: self.fingerprint[name] for name in ("target_weights", "texts")},
+                compute=functools.partial(_LAST_FEATURES, self.target.config, self.frozen),
+            )
+        self.fingerprint["has_target_states"] = self._states is not None
+
+    def batch(self, index: int, end: Branch | None) -> TextBatch:
+        """The texts of a step, with the target's hidden states if these are kept."""
+        batch = self.texts_of(index)
+        if self._states is None:
+            return batch
+        rows = [self._rows[place] for place in self.places(index)]
+        return batch.replace(features=jnp.asarray(self._states(rows, batch), self.target.dtype))
 
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
@@ -234,7 +295,7 @@ class HeadsTask(DrafterTask):
 
     def drafter(self, params: PyTree) -> Heads:
         """The heads."""
-        return Heads(self.config, params)
+        return Heads(self.config, self._with_map(params))
 
     def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
         """Accuracy of the heads, and the best static trees."""
@@ -251,9 +312,21 @@ class HeadsTask(DrafterTask):
         }
 
     def _ranked(self, params: PyTree, texts: Sequence[Text]) -> list[RankedText]:
-        target = self.target.config, self.frozen
+        target, params = (self.target.config, self.frozen), self._with_map(params)
         return rank_texts(self.config, params, target, texts, self.settings.sequence_length)
+
+    def _with_map(self, params: PyTree) -> PyTree:
+        if self._token_map is None:
+            return params
+        return params | {"token_map": jnp.array(self._token_map)}
 
 
 def _as_fp32(leaf: jax.Array) -> jax.Array:
     return jnp.asarray(leaf, jnp.float32)
+
+
+_LAST_FEATURES = Program(
+    functools.partial(jax.jit, static_argnums=0)(last_features),
+    "the target's hidden states",
+    shapes_vary=True,
+)

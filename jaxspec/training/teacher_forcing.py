@@ -21,7 +21,7 @@ from jaxspec.drafters.heads.formulas import (
     apply_head,
     run_training_block,
 )
-from jaxspec.kernels.base import rms_norm
+from jaxspec.kernels.base import product, rms_norm
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.training.text_rows import TextBatch, shifted
@@ -50,17 +50,27 @@ def labels_of(batch: TextBatch, index: int) -> tuple[jax.Array, jax.Array]:
     return shifted(batch.tokens, distance), weights
 
 
-def target_parts(config: ModelConfig, params: Params) -> TargetParts:
-    """The parts of a target, with unpacked parameters, that heads use."""
+def target_parts(
+    config: ModelConfig, params: Params, token_map: jax.Array | None = None
+) -> TargetParts:
+    """The parts of a target, with unpacked parameters, that heads use; its head gives logits of the
+    tokens of a `token_map` only."""
+    head = functools.partial(decoder.head, config, params, is_normed=True)
+    if token_map is not None:
+        columns = decoder.head_rows(params, token_map).T
+        head = functools.partial(product, weight=columns, dtype=jnp.float32)
     return TargetParts(
         final_norm=lambda hidden: rms_norm(hidden, params["final_norm"], config.norm_epsilon),
-        head=functools.partial(decoder.head, config, params, is_normed=True),
+        head=head,
         head_rows=functools.partial(decoder.head_rows, params),
     )
 
 
 def last_features(config: ModelConfig, params: Params, batch: TextBatch) -> jax.Array:
-    """The target's hidden states `[B, T, E]` after its last layer, not yet normed."""
+    """The target's hidden states `[B, T, E]` after its last layer, not yet normed: those that the
+    batch has, or computed."""
+    if batch.features is not None:
+        return batch.features
     last = (config.num_layers,)
     return decoder.training_features(config, params, batch.tokens, batch.segments, last)[:, :, 0]
 

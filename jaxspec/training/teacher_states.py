@@ -1,21 +1,27 @@
-"""A teacher's hidden states for the rows of training steps, kept in a file.
+"""A target's or teacher's hidden states, kept in a file so that they are computed once.
 
-The order of rows does not depend on the size of the model or the end of the run, so runs of every
-size share the states of a teacher, which would otherwise take two thirds of the training time of a
-small draft model.
+`HiddenStates` has those of the rows of training steps. The order of rows does not depend on the
+size of the model or the end of the run, so runs of every size share the states of a teacher, which
+would otherwise take two thirds of the training time of a small draft model.
+
+`TextStates` has those of whole texts, whatever rows they are packed into, for runs that pass over
+the texts several times.
 """
 
 from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+import ml_dtypes
 import numpy as np
 
 from jaxspec.errors import CheckpointError
 from jaxspec.runtime.directories import write_atomically
+from jaxspec.training.text_rows import TextBatch
 from jaxspec.training.trainer import json_object
 
 
@@ -44,17 +50,7 @@ class HiddenStates:
         compute: Callable[[int], np.ndarray],
     ):
         self._path, self._shape, self._compute = path, shape, compute
-        about = path.with_suffix(".json")
-        expected = json.loads(json.dumps({"shape": list(shape), **origin}))
-        if about.is_file() and json_object(about.read_bytes()) != expected:
-            raise CheckpointError(
-                f"{path} holds the hidden states of another teacher or of other rows; remove it, "
-                "or name another teacher_states."
-            )
-        if not about.is_file():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.unlink(missing_ok=True)
-            write_atomically(about, json.dumps(expected).encode())
+        _check_origin(path, {"shape": list(shape), **origin}, "teacher_states")
         self._step_bytes = 4 * int(np.prod(shape))
         self._num_known = path.stat().st_size // self._step_bytes if path.exists() else 0
 
@@ -68,3 +64,80 @@ class HiddenStates:
             file.seek(step * self._step_bytes)
             found = np.frombuffer(file.read(self._step_bytes), np.float32)
         return found.reshape(self._shape)
+
+
+class TextStates:
+    """A target's last hidden states of texts, each computed once: those of a text depend on nothing
+    else in its row. They are bfloat16, 2 E bytes per token.
+
+    Args:
+      path: that of the file; what it depends on is stored beside it.
+      lengths: number of tokens of each text.
+      width: E.
+      origin: everything that decides the states, as JSON values.
+      compute: computes the states `[B, T, E]` of a batch.
+
+    Raises:
+      CheckpointError: the file holds the states of another target, or of other texts.
+    """
+
+    def __init__(
+        self,
+        path: pathlib.Path,
+        *,
+        lengths: Sequence[int],
+        width: int,
+        origin: Mapping[str, Any],
+        compute: Callable[[TextBatch], jax.Array],
+    ):
+        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._compute = compute
+        shape = [int(self._starts[-1]), width]
+        _check_origin(path, {"shape": shape, **origin}, "target_states")
+        known = path.with_suffix(".known")  # a byte for each text
+        mode = "r+" if path.is_file() and known.is_file() else "w+"
+        self._states = np.memmap(path, ml_dtypes.bfloat16, mode, shape=tuple(shape))
+        self._is_known = np.memmap(known, bool, mode, shape=(len(lengths),))
+
+    def __call__(self, rows: Sequence[Sequence[int]], batch: TextBatch) -> np.ndarray:
+        """bfloat16 states `[B, T, E]` of a batch, whose `rows` are texts by index; zeros in
+        padding."""
+        shape = (*batch.tokens.shape, self._states.shape[1])
+        if not all(self._is_known[index] for row in rows for index in row):
+            computed = np.asarray(self._compute(batch)).astype(self._states.dtype)
+            for (index, stored), (row, start) in self._places(rows):
+                self._states[stored] = computed[row, start : start + stored.stop - stored.start]
+                self._is_known[index] = True
+            self._states.flush()
+            self._is_known.flush()
+        found = np.zeros(shape, self._states.dtype)
+        for (_, stored), (row, start) in self._places(rows):
+            found[row, start : start + stored.stop - stored.start] = self._states[stored]
+        return found
+
+    def _places(
+        self, rows: Sequence[Sequence[int]]
+    ) -> Iterator[tuple[tuple[int, slice], tuple[int, int]]]:
+        """Of each text, its index and its part of the file, and the row and position where it
+        begins in a batch."""
+        for row, texts in enumerate(rows):
+            start = 0
+            for index in texts:
+                stored = slice(int(self._starts[index]), int(self._starts[index + 1]))
+                yield (index, stored), (row, start)
+                start += stored.stop - stored.start
+
+
+def _check_origin(path: pathlib.Path, origin: Mapping[str, Any], option: str) -> None:
+    """Stores what a file of states depends on; raises `CheckpointError` if it holds others."""
+    about = path.with_suffix(".json")
+    expected = json.loads(json.dumps(origin))
+    if about.is_file() and json_object(about.read_bytes()) != expected:
+        raise CheckpointError(
+            f"{path} holds the hidden states of another teacher or of other rows or texts; "
+            f"remove it, or name another {option}."
+        )
+    if not about.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)
+        write_atomically(about, json.dumps(expected).encode())

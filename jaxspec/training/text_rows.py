@@ -16,17 +16,19 @@ _NUM_OPEN_ROWS = 64
 
 
 class TextBatch(struct.PyTreeNode, kw_only=True):
-    """Packed texts, all `[B, T]`.
+    """Packed texts, `[B, T]` unless another shape is given.
 
     Attributes:
       tokens: int32, prompts and outputs; 0 in padding.
       segments: int32, the index of each token's text within its row; -1 in padding.
       is_output: bool, whether the target wrote the token.
+      features: `[B, T, E]`, the target's hidden states after its last layer, if they are known.
     """
 
     tokens: jax.Array
     segments: jax.Array
     is_output: jax.Array
+    features: jax.Array | None = None
 
 
 def fill_rows(lengths: Sequence[int], row_length: int, rng: np.random.Generator) -> list[list[int]]:

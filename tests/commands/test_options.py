@@ -203,7 +203,7 @@ def unwritable(tmp_path: pathlib.Path) -> dict[str, pathlib.Path]:
     }
 
 
-OUTPUTS = ("output", "trace", "html", "plot", "out", "teacher_states")
+OUTPUTS = ("output", "trace", "html", "plot", "out", "teacher_states", "target_states")
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -114,6 +114,17 @@ class Reference:
 
     def logits(self, length, path):
         """`[V]` after the first `length` tokens of the text and then `path`; `newest` first."""
+        output = self.output(length, path)
+        if self.config.shares_head:
+            output = output @ self.head
+        if self.config.num_head_tokens is None:
+            return output
+        tokens, every = self.own["token_map"].astype(int), np.full(toy.VOCAB, -np.inf)
+        every[tokens] = output[tokens] if self.config.shares_head else output
+        return every
+
+    def output(self, length, path):
+        """Logits of a head of its own, or what the target's head reads."""
         config, own, (newest, *more) = self.config, self.own, path
         state, index = self.stream[length - 2], len(more)
         rows = self.head.T[[newest, *more]]
@@ -124,12 +135,7 @@ class Reference:
             for block in head["blocks"]:
                 x = x + silu(read @ block["weight"] + block["bias"])
                 read = x
-            logits = x @ (self.head if config.shares_head else head["head"])
-            if config.num_head_tokens is None:
-                return logits
-            every = np.full(config.vocab_size, -np.inf)
-            every[own["token_map"].astype(int)] = logits
-            return every
+            return x if config.shares_head else x @ head["head"]
         if config.kind == "clover2":
             h = self.normed(state, own["norm"])
             out = h @ own["head"]["weight"] + own["head"]["bias"]
@@ -137,7 +143,7 @@ class Reference:
                 h = h + self.attention_decoder(own["connection"], h[None], e[None])[0]
                 both = np.concatenate([h, e])
                 out = both @ own["next"]["weight"] + own["next"]["bias"]
-            return self.normed(out, own["head_norm"]) @ self.head
+            return self.normed(out, own["head_norm"])
         h = state
         for step, row in enumerate(rows):
             e = row / np.linalg.norm(row)
@@ -150,7 +156,7 @@ class Reference:
                 h = h + silu(both @ connection["weight"] + connection["bias"])
         o = self.normed(h, self.final_norm)
         last = own["heads"][index]
-        return (o + silu(o @ last["weight"] + last["bias"])) @ self.head
+        return o + silu(o @ last["weight"] + last["bias"])
 
 
 @jax.jit
@@ -253,6 +259,7 @@ def drafted_by(heads, target, **settings):
 CASES = [
     ("clover", None),
     ("clover2", "chain"),
+    ("clover for some tokens", STATIC),
     *[
         pytest.param(name, tree, marks=mark)
         for name, tree, mark in (  # the slow ones are more trees of the same heads
@@ -332,8 +339,9 @@ class WrongEntry(Heads):
 class Stale(Heads):
     """Has a copy of the target's head."""
 
-    def _parts(self, target_params):
-        return super()._parts(self.target.params)
+    def _parts(self, params):
+        own = self.derive_params(params["own"], self.target.params)
+        return super()._parts({"own": own, "target": self.target.params})
 
 
 @pytest.mark.parametrize(
@@ -365,14 +373,21 @@ def test_sabotage_changes_drafts_and_no_output(target, plain, sabotage, name, tr
         check_rounds(heads, target, found, PARAMS)
 
 
-@pytest.mark.parametrize("name", ["medusa", pytest.param("clover", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "medusa for some tokens",
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("medusa", "clover")),
+    ],
+)
 def test_new_weights_of_the_target_reach_its_heads(target, name):
     other = toys.target(seed=5, num_layers=1)
     sound = heads_named(name, target, "chain")
     for heads in (sound, Stale(sound.config, sound.params, tree="chain")):
         engine = Engine(target, heads, trace="tokens", **SMALL)
         weights = jax.tree.leaves((target.params, heads.params))  # the target's, counted once
-        assert engine.memory.weights_bytes == sum(leaf.nbytes for leaf in weights)
+        copied = 4 * target.config.width * (sound.config.num_head_tokens or 0)
+        assert engine.memory.weights_bytes == sum(leaf.nbytes for leaf in weights) + copied
         engine.update_params(target=other.params)
         found = engine.generate(PROMPTS[:3], PARAMS[:3])
         if heads is sound:

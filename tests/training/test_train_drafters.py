@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
 
@@ -20,10 +21,10 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import load_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
-from jaxspec.training import head_accuracy
+from jaxspec.training import head_accuracy, heads
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
-from jaxspec.training.texts import Text
+from jaxspec.training.texts import Text, held_out_part, read_texts
 from jaxspec.training.trainer import train_step
 
 NAMES = ("heads", "flexdraft")
@@ -117,6 +118,59 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, target, texts, 
     other = dataclasses.replace(part, out=tmp_path / "other", seed=1)
     train(other)
     assert not are_equal(whole, params_of(other.out / name, target))
+
+
+def test_the_targets_states_are_computed_once(tmp_path, target, texts, monkeypatch):
+    calls = []
+    compute = heads._LAST_FEATURES
+    monkeypatch.setattr(heads, "_LAST_FEATURES", lambda *args: calls.append(1) or compute(*args))
+    losses, states = [], tmp_path / "states" / "target.bf16"
+    settings = config("heads", tmp_path / "run", target, texts, target_states=states)
+    settings = dataclasses.replace(settings, tokens=64 * 60)  # about two passes over the texts
+    with pytest.raises(Stopped):
+        train(settings, on_step=stop_after(50))
+    num_calls, kept = len(calls), states.read_bytes()
+    assert 20 < num_calls < 45
+    train(dataclasses.replace(settings, resume=True), on_step=lambda _, m: losses.append(m["loss"]))
+    assert len(calls) == num_calls, "a text that had been read was read again"
+    assert states.read_bytes() == kept
+    # Another run, of another kind, finds them too; without them, only rounding differs.
+    other = dataclasses.replace(settings, out=tmp_path / "other", kind="hydra", tokens=64 * 12)
+    found, again = [], []
+    train(other, on_step=lambda _, m: found.append(m["loss"]))
+    assert len(calls) == num_calls
+    alone = dataclasses.replace(other, out=tmp_path / "alone", target_states=None)
+    train(alone, on_step=lambda _, m: again.append(m["loss"]))
+    np.testing.assert_allclose(found, again, rtol=2e-3)
+    # Sabotage: states that are not the target's are noticed.
+    states.write_bytes(np.frombuffer(kept, np.uint16)[::-1].tobytes())
+    again.clear()
+    train(
+        dataclasses.replace(other, out=tmp_path / "wrong"),
+        on_step=lambda _, m: again.append(m["loss"]),
+    )
+    assert np.max(np.abs(np.subtract(found, again))) > 2e-2
+    with pytest.raises(CheckpointError, match="of other rows or texts"):
+        train(dataclasses.replace(other, out=tmp_path / "fewer", sequence_length=16))
+
+
+def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, trained):
+    settings = config("heads", tmp_path / "run", target, texts, draft_vocab_size=24)
+    losses = []
+    result = train(settings, on_step=lambda _, m: losses.append(m["loss"]))
+    assert losses[-1] < losses[0] - 0.5
+    drafter = load_drafter(tmp_path / "run" / "heads", target)
+    assert drafter.config.num_head_tokens == 24
+    tokens = np.asarray(drafter.params["token_map"])
+    training, _ = held_out_part(read_texts(texts).texts, texts)
+    written = collections.Counter(token for text in training for token in text.output)
+    least = min(written[token] for token in tokens.tolist())
+    assert len(set(tokens.tolist())) == 24
+    assert all(count <= least for token, count in written.items() if token not in tokens)
+    assert result["num_params"] == trained["heads"][1]["num_params"], "the map is not trained"
+    # Of the other tokens none can be right.
+    share = sum(count for token, count in written.items() if token in tokens) / written.total()
+    assert 0 < result["held_out"]["all"]["top1"][0] < share + 0.05
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -40,8 +40,9 @@ class HeadsConfig:
       num_layers: residual blocks of each head; Medusa only.
       shares_head: whether logits are the target's head's; otherwise every head has its own. Only
         Medusa and Hydra may have their own.
-      num_head_tokens: tokens that heads of their own have logits of, where those are not all; the
-        parameter `token_map` says which they are, and all others are never proposed. Medusa only.
+      num_head_tokens: how many tokens heads have logits of, where those are not all; the parameter
+        `token_map` says which they are, and all others are never proposed. With the target's head,
+        these columns of it are copied, which is a small part of what a level reads otherwise.
       connection: how a token that was proposed reaches the next head of Clover: by the attention
         decoder, by a residual block of as many inputs (`mlp`), or not at all.
       gate: of the attention decoder, the scaled dot product or the cosine of query and key.
@@ -96,11 +97,8 @@ class HeadsConfig:
             raise self._refused("num_gate_heads", f"a divisor of the width, {self.width}")
         if not self.shares_head and self.has_block_cache:
             raise self._refused("shares_head", f"true for {self.kind}")
-        if self.num_head_tokens is not None:
-            if self.kind != "medusa" or self.shares_head:
-                raise self._refused("num_head_tokens", "None except for Medusa's own heads")
-            if not 1 <= self.num_head_tokens <= self.vocab_size:
-                raise self._refused("num_head_tokens", f"1 to the vocabulary, {self.vocab_size}")
+        if not 1 <= (self.num_head_tokens or self.vocab_size) <= self.vocab_size:
+            raise self._refused("num_head_tokens", f"1 to the vocabulary, {self.vocab_size}")
         if self.kind == "clover2" and self.block is None:
             raise self._refused("block", "layers of the target's shape for clover2")
         if self.block is not None and not self.has_block_cache:
@@ -174,10 +172,17 @@ def block_config(target: ModelConfig, *, num_layers: int) -> ModelConfig:
 def param_shapes(config: HeadsConfig) -> dict[str, Any]:
     """The parameter pytree with a shape tuple at each leaf. Weights of products are `[in, out]`;
     all are floats but `token_map`, which is int32."""
+    shapes = _float_shapes(config)
+    if config.num_head_tokens is None:
+        return shapes
+    return shapes | {"token_map": (config.num_head_tokens,)}
+
+
+def _float_shapes(config: HeadsConfig) -> dict[str, Any]:
+    """`param_shapes` without the token map."""
     c, width = config, config.width
     if c.kind in ("medusa", "hydra"):
-        heads = {"heads": tuple(_independent_head(c, index) for index in range(c.num_heads))}
-        return heads if c.num_head_tokens is None else heads | {"token_map": (c.num_head_tokens,)}
+        return {"heads": tuple(_independent_head(c, index) for index in range(c.num_heads))}
     layers = {}
     if c.block is not None:
         layers["layers"] = decoder.param_shapes(c.block)["layers"]

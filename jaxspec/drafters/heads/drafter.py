@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import jax
@@ -51,7 +51,8 @@ from jaxspec.types import (
 )
 
 DEFAULT_NODES = 4  # Clover's budget, at which it found that more nodes hardly pay in large batches
-PRODUCTS = frozenset({"weight", "query", "key", "value", "head"})  # weights, of a head's parameters
+# Of a head's parameters, the weights of products.
+PRODUCTS = frozenset({"weight", "query", "key", "value", "head", "head_columns"})
 Carry = TypeVar("Carry")
 
 
@@ -251,7 +252,18 @@ class Heads(TrainedDrafter):
     def for_target(self, target: Model) -> Heads:
         """A copy that uses the head of `target`, and its kernels for the block."""
         bound = self.with_fields(target=target)
-        return bound.with_fields(params=bound.pack(self.params))
+        params = bound.derive_params(self.params, target.params)
+        return bound.with_fields(params=bound.pack(params))
+
+    def derive_params(self, params: PyTree, target_params: PyTree) -> PyTree:
+        """With `head_columns`, the columns `[E, N]` of the target's head for the N tokens of the
+        token map, where heads share it and propose only these."""
+        has_columns = self.config.shares_head and self.config.num_head_tokens is not None
+        if not has_columns or not isinstance(params, Mapping) or "token_map" not in params:
+            return params
+        assert isinstance(self.target, HeadedModel)
+        rows = self.target.head_rows(target_params, jnp.asarray(params["token_map"]))
+        return {**params, "head_columns": rows.T}
 
     def pack(self, params: PyTree) -> PyTree:
         """The heads' parameters, their products' weights as the target's kernels read them best;
@@ -279,16 +291,23 @@ class Heads(TrainedDrafter):
     def _dtype(self) -> jnp.dtype:
         return jax.tree.leaves(self.params)[0].dtype
 
-    def _parts(self, target_params: PyTree) -> TargetParts:
-        """The target's parts with its parameters in them."""
+    def _parts(self, params: PyTree) -> TargetParts:
+        """The target's parts with its parameters in them; `params` as `propose` gets them."""
+        own, target_params = params["own"], params["target"]
         if not isinstance(self.target, HeadedModel):
             raise ModelError(
                 f"The heads {self.name} were used without a target; take those that "
                 "for_target(target) returns."
             )
+        head = functools.partial(self.target.head, target_params)
+        if "head_columns" in own:
+
+            def head(normed: jax.Array) -> jax.Array:
+                return self._kernels.product(normed, own["head_columns"], dtype=jnp.float32)
+
         return TargetParts(
             final_norm=functools.partial(self.target.final_norm, target_params),
-            head=functools.partial(self.target.head, target_params),
+            head=head,
             head_rows=functools.partial(self.target.head_rows, target_params),
             product=self._kernels.product,
         )
@@ -460,7 +479,7 @@ class Heads(TrainedDrafter):
             )
             return hidden
 
-        parts = self._parts(params["target"])
+        parts = self._parts(params)
         anchors = formulas.anchor(self.config, params["own"], parts, features, next_tokens, run)
         return (anchors if self.config.block is None else of_last(anchors))[:, 0], cache
 
@@ -576,7 +595,7 @@ class Heads(TrainedDrafter):
         Heads that do not read tokens are the same for all nodes of a level, and their logits are
         `[B, 1, V]`: all of them are computed at once, if some row has `wanted` `[B]` any.
         """
-        config, own, parts = self.config, params["own"], self._parts(params["target"])
+        config, own, parts = self.config, params["own"], self._parts(params)
 
         def run(index: int, hidden: jax.Array, tokens: jax.Array):
             hidden, output = formulas.apply_head(config, own, parts, index, hidden, tokens)
@@ -592,7 +611,8 @@ class Heads(TrainedDrafter):
                 for index in range(num_heads)
             ]
             if config.shares_head:  # one product, which reads the head once
-                return parts.head(jnp.stack(outputs, axis=1))
+                logits = parts.head(jnp.stack(outputs, axis=1))
+                return formulas.over_vocabulary(config, own, logits)
             made = [
                 formulas.head_logits(config, own, parts, index, output)
                 for index, output in enumerate(outputs)

@@ -26,7 +26,8 @@ class TargetParts(NamedTuple):
 
     Attributes:
       final_norm: hidden states `[..., E]`, normed as before the head.
-      head: logits `[..., V]` fp32 of normed hidden states.
+      head: logits fp32 of normed hidden states, `[..., V]`, or `[..., num_head_tokens]` of the
+        tokens that heads may propose.
       head_rows: of tokens `[...]`, the weights `[..., E]` that the head gives each of them.
       product: how its kernels multiply; the heads' own weights are packed for it, or plain.
     """
@@ -137,9 +138,20 @@ def head_logits(
     config: HeadsConfig, params: Params, target: TargetParts, index: int, output: jax.Array
 ) -> jax.Array:
     """Logits `[..., V]` fp32 of what head `index` made, `[..., E]`."""
+    return over_vocabulary(config, params, own_logits(config, params, target, index, output))
+
+
+def own_logits(
+    config: HeadsConfig, params: Params, target: TargetParts, index: int, output: jax.Array
+) -> jax.Array:
+    """`head_logits` of only those tokens that heads may propose, `[..., num_head_tokens]`."""
     if config.shares_head:
         return target.head(output)
-    logits = target.product(output, params["heads"][index]["head"], dtype=jnp.float32)
+    return target.product(output, params["heads"][index]["head"], dtype=jnp.float32)
+
+
+def over_vocabulary(config: HeadsConfig, params: Params, logits: jax.Array) -> jax.Array:
+    """`own_logits` among the logits `[..., V]` of all tokens; the others have -inf."""
     if config.num_head_tokens is None:
         return logits
     none = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, jnp.float32)
