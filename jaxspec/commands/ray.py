@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import json
@@ -21,7 +22,7 @@ from jaxspec.commands.outputs import only_writer_of
 from jaxspec.commands.progress import working
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import SettingError
-from jaxspec.interop.ray import COUNTS, predict, ray
+from jaxspec.interop.ray import predict, ray
 from jaxspec.runtime.directories import check_can_write_into, write_atomically
 from jaxspec.telemetry.counters import Acceptance
 
@@ -30,6 +31,7 @@ SCHEMA = pyarrow.schema(
     [("id", pyarrow.int64()), ("prompt_token_ids", pyarrow.list_(pyarrow.int64()))]
     + [(name, pyarrow.string()) for name in TEXTS]
 )
+COUNTS = [field.name for field in dataclasses.fields(Acceptance)]
 # An actor takes the rows of so many of its engine's batches at a time; while the last of them run,
 # other rows of the engine are idle.
 BATCHES = 8

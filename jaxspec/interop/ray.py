@@ -22,7 +22,6 @@ from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import as_sampling_params
 from jaxspec.runtime.compilation import enable_compilation_cache
 from jaxspec.runtime.extras import import_extra
-from jaxspec.telemetry.counters import Acceptance
 
 ray: Any = import_extra("ray", "jaxspec.interop.ray", extra="ray")
 import_extra("ray.data", "jaxspec.interop.ray", extra="ray")
@@ -30,8 +29,6 @@ import_extra("ray.data", "jaxspec.interop.ray", extra="ray")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 READ = (*PROMPTS, "params")
 LOGPROBS = ("logprobs", "prompt_logprobs")
-COUNTS = tuple(field.name for field in dataclasses.fields(Acceptance))
-RESULTS = frozenset({"token_ids", "text", "finish_reason", "fingerprint", *LOGPROBS, *COUNTS})
 
 
 def seed_of(row_id: int | str, first: int = 0) -> int:
@@ -111,29 +108,29 @@ class Predictor:
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         """The rows of a batch with their completions."""
-        if taken := sorted(RESULTS.intersection(batch.column_names)):
-            raise SettingError(
-                f"The rows have the column {taken[0]}, which is a result's name; rename it."
-            )
         completions = list(self.engine.run([self.request(row) for row in batch.to_pylist()]))
         ids = [one.token_ids for one in completions]
         found: dict[str, Any] = {
-            **{name: batch[name] for name in batch.column_names if name not in READ},
             "token_ids": pyarrow.array(ids, pyarrow.list_(pyarrow.int32())),
             "text": pyarrow.array([one.text for one in completions], pyarrow.string()),
             "finish_reason": [one.finish_reason for one in completions],
             "fingerprint": [self.fingerprint] * len(completions),
         }
-        for name in COUNTS:
-            values = [getattr(one.acceptance, name) for one in completions]
+        for field in dataclasses.fields(completions[0].acceptance):
+            values = [getattr(one.acceptance, field.name) for one in completions]
             count = pyarrow.int64()
             is_list = isinstance(values[0], tuple)
-            found[name] = pyarrow.array(values, pyarrow.list_(count) if is_list else count)
+            found[field.name] = pyarrow.array(values, pyarrow.list_(count) if is_list else count)
         written = [one.to_json() for one in completions]
         for name in LOGPROBS:
             values = [json.dumps(one[name]) if name in one else None for one in written]
             found[name] = pyarrow.array(values, pyarrow.string())
-        return pyarrow.table(found)
+        given = {name: batch[name] for name in batch.column_names if name not in READ}
+        if taken := sorted(given.keys() & found.keys()):
+            raise SettingError(
+                f"The rows have the column {taken[0]}, which is a result's name; rename it."
+            )
+        return pyarrow.table({**given, **found})
 
     def request(self, row: Mapping[str, Any]) -> Request:
         """The request of a row; raises what `make_requests` raises, and names the row."""

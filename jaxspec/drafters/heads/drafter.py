@@ -293,12 +293,12 @@ class Heads(TrainedDrafter):
 
     def _parts(self, params: PyTree) -> TargetParts:
         """The target's parts with its parameters in them; `params` as `propose` gets them."""
-        own, target_params = params["own"], params["target"]
         if not isinstance(self.target, HeadedModel):
             raise ModelError(
                 f"The heads {self.name} were used without a target; take those that "
                 "for_target(target) returns."
             )
+        own, target_params = params["own"], params["target"]
         head = functools.partial(self.target.head, target_params)
         if "head_columns" in own:
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxspec.cache.pages import KvDtype
+from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.engine.memory import num_bytes
 from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.devices import Device, split
@@ -58,9 +59,9 @@ def pair_of(request: PlanRequest, settings: PlanSettings) -> cost.Pair:
 
 
 def _drafter_s(request: PlanRequest, device: Device) -> float:
-    """Seconds per round of a drafter that is planned as it is: its weights are read once, and the
-    head of the target, if it uses that, once for each level, or once for a chain that is drafted as
-    a whole."""
+    """Seconds per round of a drafter that is planned as it is: its weights are read once, and what
+    it uses of the target's head once for each level, or once for a chain that is drafted as a
+    whole."""
     drafter = request.drafter
     if drafter is None:
         return 0.0
@@ -70,7 +71,8 @@ def _drafter_s(request: PlanRequest, device: Device) -> float:
     read_bytes = num_bytes(drafter.params)
     if drafter.uses_target:
         config, itemsize = request.target.config, jnp.dtype(request.dtype).itemsize
-        read_bytes += num_levels * config.width * config.vocab_size * itemsize
+        some = drafter.config.num_head_tokens if isinstance(drafter, Heads) else None
+        read_bytes += num_levels * config.width * (some or config.vocab_size) * itemsize
     num_steps = num_levels if read_bytes else 1
     return read_bytes / device.bytes_per_s + num_steps * device.step_s
 
