@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.heads.config import HeadsConfig
-from jaxspec.drafters.heads.formulas import head_logits
+from jaxspec.drafters.heads.formulas import own_logits
 from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.sampling import without_nan
-from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.teacher_forcing import last_features, places_in, run_heads, target_parts
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
@@ -199,14 +199,19 @@ def _ranks(
     batch: TextBatch,
 ) -> jax.Array:
     """Ranks `[B, T, D]` int32 of the tokens that each head should propose, at most `NUM_RANKS`."""
-    token_map = params.get("token_map") if config.shares_head else None
-    target = target_parts(target_config, target_params, token_map)
+    token_map = params.get("token_map")
+    head_map = token_map if config.shares_head else None
+    target = target_parts(target_config, target_params, head_map)
     features = last_features(target_config, target_params, batch)
     made = run_heads(config, params, target, features, batch)
-    ranks = [
-        rank_of(without_nan(head_logits(config, params, target, index, each.hidden)), each.labels)
-        for index, each in enumerate(made)
-    ]
+    ranks = []
+    for index, each in enumerate(made):
+        logits = without_nan(own_logits(config, params, target, index, each.hidden))
+        labels = each.labels
+        if token_map is not None:
+            labels = places_in(token_map, config.vocab_size)[labels]
+        rank = rank_of(logits, jnp.maximum(labels, 0))
+        ranks.append(jnp.where(labels < 0, NUM_RANKS, rank))
     return jnp.minimum(jnp.stack(ranks, axis=-1), NUM_RANKS)
 
 

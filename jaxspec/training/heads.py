@@ -40,7 +40,7 @@ from jaxspec.training.drafters import (
 )
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.schedule import Branch
-from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.teacher_forcing import last_features, places_in, run_heads, target_parts
 from jaxspec.training.teacher_states import TextStates
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
@@ -211,10 +211,8 @@ class HeadsLoss:
         """
         config, token_map, places = self.heads, None, None
         if self.token_map is not None:
-            token_map = np.array(self.token_map, np.int32)
-            places = np.full(config.vocab_size, -1, np.int32)
-            places[token_map] = np.arange(len(token_map))
-            token_map, places = jnp.asarray(token_map), jnp.asarray(places)
+            token_map = jnp.array(self.token_map)
+            places = places_in(token_map, config.vocab_size)
         target = target_parts(self.target, frozen, token_map)
         features = last_features(self.target, frozen, batch)
         params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)

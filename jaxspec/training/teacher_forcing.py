@@ -50,6 +50,12 @@ def labels_of(batch: TextBatch, index: int) -> tuple[jax.Array, jax.Array]:
     return shifted(batch.tokens, distance), weights
 
 
+def places_in(token_map: jax.Array, vocab_size: int) -> jax.Array:
+    """`[V]` int32, the place of each token in a token map; -1 of those that are not there."""
+    nowhere = jnp.full((vocab_size,), -1, jnp.int32)
+    return nowhere.at[token_map].set(jnp.arange(token_map.shape[0], dtype=jnp.int32))
+
+
 def target_parts(
     config: ModelConfig, params: Params, token_map: jax.Array | None = None
 ) -> TargetParts:
