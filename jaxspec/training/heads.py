@@ -32,12 +32,7 @@ from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import check_can_write
 from jaxspec.training.data import most_frequent
-from jaxspec.training.drafters import (
-    NUM_EVALUATED,
-    DrafterTask,
-    DrafterTrainConfig,
-    text_lengths,
-)
+from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_forcing import last_features, places_in, run_heads, target_parts
@@ -260,9 +255,11 @@ class HeadsTask(DrafterTask):
         if settings.target_states is not None:
             self._states = TextStates(
                 settings.target_states,
-                lengths=text_lengths(training, settings.sequence_length),
+                texts=[
+                    [*text.prompt, *text.output][: settings.sequence_length] for text in training
+                ],
                 width=self.config.width,
-                origin={name: self.fingerprint[name] for name in ("target_weights", "texts")},
+                target_weights=self.fingerprint["target_weights"],
                 compute=functools.partial(_LAST_FEATURES, self.target.config, self.frozen),
             )
         self.fingerprint["has_target_states"] = self._states is not None

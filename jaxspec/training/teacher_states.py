@@ -10,6 +10,7 @@ the texts several times.
 
 from __future__ import annotations
 
+import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
+import xxhash
 
 from jaxspec.errors import CheckpointError
 from jaxspec.runtime.directories import write_atomically
@@ -68,63 +70,69 @@ class HiddenStates:
 
 class TextStates:
     """A target's last hidden states of texts, each computed once: those of a text depend on nothing
-    else in its row. They are bfloat16, 2 E bytes per token.
+    else in its row. They are bfloat16, 2 E bytes per token. Texts that are added later find those
+    of the texts before them.
 
     Args:
       path: that of the file; what it depends on is stored beside it.
-      lengths: number of tokens of each text.
+      texts: token ids of each text.
       width: E.
-      origin: everything that decides the states, as JSON values.
+      target_weights: the `weights_digest` of the target.
       compute: computes the states `[B, T, E]` of a batch.
 
     Raises:
-      CheckpointError: the file holds the states of another target, or of other texts.
+      CheckpointError: the file holds the states of another target.
     """
 
     def __init__(
         self,
         path: pathlib.Path,
         *,
-        lengths: Sequence[int],
+        texts: Sequence[Sequence[int]],
         width: int,
-        origin: Mapping[str, Any],
+        target_weights: str,
         compute: Callable[[TextBatch], jax.Array],
     ):
-        self._starts = np.concatenate([[0], np.cumsum(lengths)])
+        self._starts = [0, *itertools.accumulate(map(len, texts))]
         self._compute = compute
-        shape = [int(self._starts[-1]), width]
-        _check_origin(path, {"shape": shape, **origin}, "target_states")
-        known = path.with_suffix(".known")  # a byte for each text
-        mode = "r+" if path.is_file() and known.is_file() else "w+"
-        self._states = np.memmap(path, ml_dtypes.bfloat16, mode, shape=tuple(shape))
-        self._is_known = np.memmap(known, bool, mode, shape=(len(lengths),))
+        # A text is known by its tokens and by its place in the file.
+        self._digests = [
+            xxhash.xxh3_64_intdigest(np.asarray(ids, np.int32).tobytes(), seed=start)
+            for ids, start in zip(texts, self._starts, strict=False)
+        ]
+        _check_origin(path, {"width": width, "target_weights": target_weights}, "target_states")
+        known = path.with_suffix(".known")  # the digest of each text whose states were written
+        for file in (path, known):
+            file.touch()
+        shape = (self._starts[-1], width)
+        self._states = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=shape)
+        self._known = np.memmap(known, np.uint64, "r+", shape=(len(texts),))
 
     def __call__(self, rows: Sequence[Sequence[int]], batch: TextBatch) -> np.ndarray:
         """bfloat16 states `[B, T, E]` of a batch, whose `rows` are texts by index; zeros in
         padding."""
         shape = (*batch.tokens.shape, self._states.shape[1])
-        if not all(self._is_known[index] for row in rows for index in row):
+        if any(self._known[index] != self._digests[index] for row in rows for index in row):
             computed = np.asarray(self._compute(batch)).astype(self._states.dtype)
-            for (index, stored), (row, start) in self._places(rows):
+            for stored, (row, start) in self._places(rows):
                 self._states[stored] = computed[row, start : start + stored.stop - stored.start]
-                self._is_known[index] = True
             self._states.flush()
-            self._is_known.flush()
+            for index in itertools.chain.from_iterable(rows):
+                self._known[index] = self._digests[index]
+            self._known.flush()
         found = np.zeros(shape, self._states.dtype)
-        for (_, stored), (row, start) in self._places(rows):
+        for stored, (row, start) in self._places(rows):
             found[row, start : start + stored.stop - stored.start] = self._states[stored]
         return found
 
-    def _places(
-        self, rows: Sequence[Sequence[int]]
-    ) -> Iterator[tuple[tuple[int, slice], tuple[int, int]]]:
-        """Of each text, its index and its part of the file, and the row and position where it
-        begins in a batch."""
+    def _places(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[slice, tuple[int, int]]]:
+        """Of each text, its part of the file, and the row and position where it begins in a
+        batch."""
         for row, texts in enumerate(rows):
             start = 0
             for index in texts:
-                stored = slice(int(self._starts[index]), int(self._starts[index + 1]))
-                yield (index, stored), (row, start)
+                stored = slice(self._starts[index], self._starts[index + 1])
+                yield stored, (row, start)
                 start += stored.stop - stored.start
 
 
@@ -134,7 +142,7 @@ def _check_origin(path: pathlib.Path, origin: Mapping[str, Any], option: str) ->
     expected = json.loads(json.dumps(origin))
     if about.is_file() and json_object(about.read_bytes()) != expected:
         raise CheckpointError(
-            f"{path} holds the hidden states of another teacher or of other rows or texts; "
+            f"{path} holds the hidden states of another teacher or of other rows; "
             f"remove it, or name another {option}."
         )
     if not about.is_file():

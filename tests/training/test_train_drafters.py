@@ -150,8 +150,24 @@ def test_the_targets_states_are_computed_once(tmp_path, target, texts, monkeypat
         on_step=lambda _, m: again.append(m["loss"]),
     )
     assert np.max(np.abs(np.subtract(found, again))) > 2e-2
-    with pytest.raises(CheckpointError, match="of other rows or texts"):
-        train(dataclasses.replace(other, out=tmp_path / "fewer", sequence_length=16))
+    # Of more texts those are found that were there before; a longer first one moves them all.
+    states.write_bytes(kept)
+    more = write_texts(tmp_path / "more.jsonl", target, num_texts=80)
+    train(dataclasses.replace(other, out=tmp_path / "more", texts=more))
+    assert states.read_bytes()[: len(kept)] == kept
+    assert len(states.read_bytes()) > len(kept)
+    assert num_calls < len(calls) < num_calls + 12
+    num_calls = len(calls)
+    lines = more.read_text().splitlines(keepends=True)
+    first = json.loads(lines[2])  # the one before is held out
+    lines[2] = json.dumps({**first, "prompt": [9, *first["prompt"]]}) + "\n"
+    more.write_text("".join(lines))
+    train(dataclasses.replace(other, out=tmp_path / "moved", texts=more))
+    assert len(calls) == num_calls + 12
+    about = states.with_suffix(".json")
+    about.write_text(about.read_text().replace('"width": 32', '"width": 31'))
+    with pytest.raises(CheckpointError, match="of another teacher or of other rows"):
+        train(dataclasses.replace(other, out=tmp_path / "fewer"))
 
 
 def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, trained):
