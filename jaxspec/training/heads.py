@@ -154,7 +154,8 @@ def init_heads(
     )
     made.pop("token_map", None)
     if config.block is not None:
-        copied = jax.tree.map(_as_fp32, params["layers"][-1])
+        last = params["layers"][-1]
+        copied = {name: _as_fp32(last[name]) for name in made["layers"][0]}
         made["layers"] = (copied,) * config.block.num_layers
     if config.kind == "clover2":
         norm = _as_fp32(params["final_norm"])

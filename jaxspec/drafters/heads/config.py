@@ -24,6 +24,8 @@ _FIELDS_OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "num_gate_heads": ("clover", "clover2"),
     "has_silu": ("clover", "clover2"),
 }
+# Of a layer, the parameters that a block of attention alone does not have.
+_FEED_FORWARD = frozenset({"feed_forward_norm", "gate_up", "down", "post_feed_forward_norm"})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,7 +187,11 @@ def _float_shapes(config: HeadsConfig) -> dict[str, Any]:
         return {"heads": tuple(_independent_head(c, index) for index in range(c.num_heads))}
     layers = {}
     if c.block is not None:
-        layers["layers"] = decoder.param_shapes(c.block)["layers"]
+        whole = decoder.param_shapes(c.block)["layers"]
+        unused = _FEED_FORWARD if c.block_part == "attention" else frozenset[str]()
+        layers["layers"] = tuple(
+            {name: layer[name] for name in layer if name not in unused} for layer in whole
+        )
     if c.kind == "clover2":
         return {
             "first": _attention_decoder(width, has_bias=True),
