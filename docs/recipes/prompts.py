@@ -17,10 +17,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 COUNTS = {
-    "math": 5000,
-    "chat": 4000,
-    "qa": 3000,
-    "translation": 3000,
+    "math": 4000,
+    "chat": 8000,
+    "qa": 2500,
+    "translation": 2000,
     "summarization": 2000,
     "rag": 2000,
     "instructions": 252,
@@ -47,7 +47,13 @@ TOPICS = (
     "school uniforms, antibiotics, the Great Wall of China, magnets, thunderstorms, violins, "
     "online shopping, the moon landing, healthy eating, forests, whales, supply and demand, "
     "programming languages, meditation, airports, museums, the history of writing, batteries, "
-    "a haunted house, a small bakery, climate change, football, poetry, clocks, glaciers"
+    "a haunted house, a small bakery, climate change, football, poetry, clocks, glaciers, "
+    "satellites, wolves, the Olympic Games, bicycles, taxes, a wise old turtle, trains, "
+    "probability, prime numbers, sharks, theatre, a desert island, salt, neural networks, "
+    "courage, castles, tourism, spiders, a retired detective, encryption, deserts, sculpture, "
+    "video games, hospitals, a broken promise, parliament, maps, nutrition, the periodic table, "
+    "earthquakes, a time machine, folk music, startups, sorting algorithms, elephants, glass, "
+    "the Industrial Revolution, first aid, a new neighbour, migration, cheese, lightning, hats"
 ).split(", ")
 REQUESTS = (
     "Write a short story about {}.",
@@ -78,6 +84,42 @@ REQUESTS = (
     "Write an outline of an essay about {}.",
     "Invent a riddle whose answer is {}.",
     "Let us play a game: you are a teacher and I ask about {}. Start the lesson.",
+    "You are a pirate captain. Tell your crew about {}.",
+    "Act as a doctor who is asked about {}, and answer calmly.",
+    "Speak as a medieval knight would and describe {}.",
+    "Be a sceptical scientist: what would you reply to exaggerated claims about {}?",
+    "Stay in the role of a travel guide and make {} sound exciting.",
+    "Write a limerick on {}.",
+    "Write a letter of complaint that mentions {}.",
+    "Write the first paragraph of a novel in which {} plays a part.",
+    "Draft a short social media post about {}.",
+    "Write three headlines for an article about {}, and choose the best one.",
+    "Rewrite this sentence in a formal style: I kind of like {} a lot.",
+    "Correct the grammar of this sentence: Me and him was talking on {} yesterday.",
+    "Find all nouns in this sentence and return them as a list: My aunt read about {} on a train.",
+    "Make a table with three columns that compares three aspects of {}.",
+    "Is the following a fact or an opinion? Nothing is more important than {}.",
+    "Anna knows twice as much about {} as Ben, and Ben knows more than Carl. Who knows least? Why?",
+    "If nobody had ever heard of {}, what would be different today?",
+    "Write a JavaScript function that counts how often {} is named in a text.",
+    "Write an SQL query that finds all books about {} in a table of a library.",
+    "How would you design a web page about {}? Show its HTML.",
+    "Write a Python class with two methods that models {}.",
+    "How could one measure or count {}? Propose an experiment.",
+    "What does a physicist see in {}, and what does a biologist?",
+    "Describe how {} changed the economy of a country.",
+    "Which laws concern {}, and why were they made?",
+    "Which philosophers or writers had something to say on {}?",
+    "Prepare me for a quiz: ask four questions with answers on {}.",
+    "I have ten minutes to learn about {}. What should I know?",
+    "Translate into simple English and explain: an inquiry into the nature of {}.",
+    "My friend is bored by {}. How can I change her mind?",
+    "Plan a birthday party whose theme is {}.",
+    "Give me a recipe, a joke and a proverb that fit {}.",
+    "Classify these words into groups: {}, apples, music, thunder, Monday.",
+    "What are the risks of {}, and how can they be lowered?",
+    "Continue this story: It was raining, and all that Maria could think of was {}.",
+    "Argue first for and then against spending public money on {}.",
 )
 
 QUESTIONS = (
@@ -138,6 +180,31 @@ QUESTIONS = (
         "a crocodile and an alligator, weather and climate, "
         "a virus and a bacterium, speed and velocity, a lake and a pond, a planet and a star, "
         "mass and weight, a frog and a toad, a list and a tuple in Python, jam and jelly",
+    ),
+    (
+        "How does {} work?",
+        "a refrigerator, a microwave oven, a jet engine, a solar cell, a search engine, a vaccine, "
+        "a lock on a canal, a hard disk, a telescope, an election, a lighthouse, a mortgage, "
+        "radar, a thermometer, the human eye, a nuclear reactor, GPS, a printing press, "
+        "a parachute",
+    ),
+    (
+        "Where does {} come from?",
+        "the word salary, chocolate, coffee, rubber, petroleum, the marathon, pizza, silk, "
+        "the name Wednesday, cinnamon, the tango, the tradition of the Christmas tree, amber, tea, "
+        "the idea of zero, most of the world's gold, the game of chess, the potato, porcelain",
+    ),
+    (
+        "When was {} founded?",
+        "the United Nations, Rome, the Red Cross, Harvard University, the European Union, NASA, "
+        "the city of New York, the Royal Society, the Nobel Prize, the British Museum, Singapore, "
+        "the World Health Organization, the Bank of England, Microsoft, the Olympic Committee",
+    ),
+    (
+        "Which country has {}?",
+        "the largest population, the most lakes, the longest coast, the highest mountain, "
+        "the oldest parliament, the most time zones, the largest desert, the longest wall, "
+        "the most islands, the smallest area, the most official languages, no army, two capitals",
     ),
 )
 QUESTION_ENDINGS = ("", " Answer in one sentence.", " Explain briefly.", " Give an example.")

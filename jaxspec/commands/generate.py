@@ -383,10 +383,6 @@ class GenerateCommand(
             "--shard": (self.shard is not None, "the actors share all rows"),
             "--trace": (self.trace is not None, "rounds stay with the actors"),
             "--format spec-bench": (self.format != "jsonl", "the output is Parquet"),
-            "logprobs": (
-                not {"logprobs", "prompt_logprobs"}.isdisjoint(self.given_sampling()),
-                "its rows do not hold them",
-            ),
         }
         _refuse(reasons, "--ray")
         for module in ("ray", "ray.data"):

@@ -145,7 +145,8 @@ class Predictor:
         params = _parsed(params, f"{name} has params") if isinstance(params, str) else params
         if not isinstance(params, Mapping):
             raise PromptError(
-                f"{name} has params that are not fields of SamplingParams; give these."
+                f"{name} has params of type {type(params).__name__}; give a record of fields of "
+                "SamplingParams, or its JSON."
             )
         # A column of records has every field in every row, null where it was not given.
         fields = {field: value for field, value in params.items() if value is not None}
@@ -168,7 +169,7 @@ def _parsed(text: str, which: str) -> Any:
     try:
         return json.loads(text)
     except ValueError as error:
-        raise PromptError(f"{which} that are text, but not JSON ({error}); give JSON.") from error
+        raise PromptError(f"{which} that are not JSON ({error}); write them as JSON.") from error
 
 
 def predict(

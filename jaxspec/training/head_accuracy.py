@@ -17,7 +17,7 @@ from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.sampling import without_nan
-from jaxspec.training.teacher_forcing import last_features, places_in, run_heads, target_parts
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
@@ -203,15 +203,11 @@ def _ranks(
     head_map = token_map if config.shares_head else None
     target = target_parts(target_config, target_params, head_map)
     features = last_features(target_config, target_params, batch)
-    made = run_heads(config, params, target, features, batch)
     ranks = []
-    for index, each in enumerate(made):
-        logits = without_nan(own_logits(config, params, target, index, each.hidden))
-        labels = each.labels
-        if token_map is not None:
-            labels = places_in(token_map, config.vocab_size)[labels]
-        rank = rank_of(logits, jnp.maximum(labels, 0))
-        ranks.append(jnp.where(labels < 0, NUM_RANKS, rank))
+    for index, made in enumerate(run_heads(config, params, target, features, batch, token_map)):
+        logits = without_nan(own_logits(config, params, target, index, made.hidden))
+        rank = rank_of(logits, jnp.maximum(made.labels, 0))
+        ranks.append(jnp.where(made.labels < 0, NUM_RANKS, rank))
     return jnp.minimum(jnp.stack(ranks, axis=-1), NUM_RANKS)
 
 

@@ -1,10 +1,12 @@
 """Training of heads on their target's texts: `jaxspec train heads`.
 
-The target is frozen: each step runs it once, and only the heads have gradients.
+The target is frozen: each step runs it once, unless its hidden states are kept, and only the heads
+have gradients.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -30,12 +32,13 @@ from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
-from jaxspec.runtime.directories import check_can_write
+from jaxspec.runtime.directories import check_can_write_into
+from jaxspec.runtime.locks import only_writer
 from jaxspec.training.data import most_frequent
 from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
 from jaxspec.training.schedule import Branch
-from jaxspec.training.teacher_forcing import last_features, places_in, run_heads, target_parts
+from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.teacher_states import TextStates
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
@@ -76,9 +79,9 @@ class HeadsTrainConfig(DrafterTrainConfig):
         the target's.
       draft_vocab_size: propose only so many tokens, the most frequent in what the target wrote, so
         that a head reads only their columns of the target's; None for all.
-      target_states: file for the target's hidden states, in bfloat16, 2 E bytes per token of the
-        texts: the target is run over each text once, and not in every pass over the texts and every
-        run, which is most of the training time of heads.
+      target_states: directory for the target's hidden states, in bfloat16, 2 E bytes per token of
+        the texts: the target is run over each text once, and not in every pass over the texts and
+        every run, which is most of the training time of heads.
     """
 
     # Of these, the parts are compared as "drafter".
@@ -106,6 +109,11 @@ class HeadsTrainConfig(DrafterTrainConfig):
             fields["block"] = block_config(target, num_layers=self.num_layers)
         elif self.num_layers is not None:
             fields["num_layers"] = self.num_layers
+        if (count := self.draft_vocab_size or 0) > target.vocab_size:
+            raise SettingError(
+                f"draft_vocab_size is {count}, and the target has {target.vocab_size} tokens; give "
+                "fewer, or leave it out."
+            )
         fields["num_head_tokens"] = self.draft_vocab_size
         return heads_config(self.kind, target, num_heads=self.num_heads, **fields)
 
@@ -118,16 +126,23 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
     static tree by its number of nodes) and `tokens_per_round` (with these trees, on the held-out
     texts), and `heads` (the drafter's directory).
     """
-    if config.target_states is not None:
-        check_can_write(config.target_states)
-    return train(HeadsTask, config, on_step=on_step)
+    with contextlib.ExitStack() as stack:
+        if (states := config.target_states) is not None:
+            check_can_write_into(states)
+            states.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_writer(states.resolve()))
+        return train(HeadsTask, config, on_step=on_step)
 
 
 def init_heads(
-    config: HeadsConfig, target: ModelConfig, params: Params, key: jax.Array
+    config: HeadsConfig,
+    target: ModelConfig,
+    params: Params,
+    key: jax.Array,
+    token_map: Sequence[int] | None = None,
 ) -> dict[str, Any]:
     """Initial parameters, fp32: heads that add nothing to what they read, and a block of copies of
-    the target's last layer. A token map is not among them.
+    the target's last layer. The token map is not among them.
 
     Matrices that read or pass on hidden states start as the identity with noise (Clover, Clover-2's
     release), those that add something start as zeros, and own heads as copies of the target's
@@ -138,6 +153,7 @@ def init_heads(
       target: their target's configuration.
       params: their target's, not packed.
       key: the key of the noise.
+      token_map: the tokens that heads may propose, `num_head_tokens` of them; None is all.
     """
     width = config.width
     keys = (jax.random.fold_in(key, index) for index in itertools.count())
@@ -173,8 +189,11 @@ def init_heads(
             for part in ("query", "key"):
                 connection[part] = identity + normal(width, width)
     if not config.shares_head:
+        columns = decoder.head_weight(params)
+        if token_map is not None:
+            columns = decoder.head_rows(params, jnp.array(token_map)).T
         for own in made["heads"]:
-            own["head"] = _as_fp32(decoder.head_weight(params))
+            own["head"] = _as_fp32(columns)
     return made
 
 
@@ -205,10 +224,8 @@ class HeadsLoss:
           frozen: the target's, not packed.
           batch: the texts.
         """
-        config, token_map, places = self.heads, None, None
-        if self.token_map is not None:
-            token_map = jnp.array(self.token_map)
-            places = places_in(token_map, config.vocab_size)
+        config = self.heads
+        token_map = None if self.token_map is None else jnp.array(self.token_map)
         target = target_parts(self.target, frozen, token_map)
         features = last_features(self.target, frozen, batch)
         params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
@@ -217,12 +234,10 @@ class HeadsLoss:
             regressed = target.final_norm(features)
             distribution = jax.nn.softmax(target.head(regressed))
         loss, metrics = jnp.zeros((), jnp.float32), {}
-        for index, made in enumerate(run_heads(config, params, target, features, batch)):
+        outputs = run_heads(config, params, target, features, batch, token_map)
+        for index, made in enumerate(outputs):
             logits = own_logits(config, params, target, index, made.hidden)
-            labels, weights = made.labels, made.weights
-            if places is not None:
-                labels = places[labels]
-                weights = jnp.where(labels < 0, 0.0, weights)
+            labels, weights = made.labels, jnp.where(made.labels < 0, 0.0, made.weights)
             if regressed is None or distribution is None:
                 losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
             else:
@@ -246,9 +261,9 @@ class HeadsTask(DrafterTask):
 
     def __init__(self, settings: HeadsTrainConfig):
         super().__init__(settings)
-        training, self._token_map = self.split.training, None
+        self._token_map = None
         if (count := self.config.num_head_tokens) is not None:
-            written = [np.array(text.output) for text in training]
+            written = [np.array(text.output) for text in self.split.training]
             self._token_map = most_frequent(written, self.config.vocab_size, count)
         self.loss = HeadsLoss(self.config, self.target.config, self._token_map)
         self.optimizer = make_optimizer()
@@ -256,22 +271,18 @@ class HeadsTask(DrafterTask):
         if settings.target_states is not None:
             self._states = TextStates(
                 settings.target_states,
-                texts=[
-                    [*text.prompt, *text.output][: settings.sequence_length] for text in training
-                ],
                 width=self.config.width,
                 target_weights=self.fingerprint["target_weights"],
                 compute=functools.partial(_LAST_FEATURES, self.target.config, self.frozen),
             )
-        self.fingerprint["has_target_states"] = self._states is not None
+        self.fingerprint["target_states"] = None if self._states is None else "bfloat16"
 
     def batch(self, index: int, end: Branch | None) -> TextBatch:
         """The texts of a step, with the target's hidden states if these are kept."""
         batch = self.texts_of(index)
         if self._states is None:
             return batch
-        rows = [self._rows[place] for place in self.places(index)]
-        return batch.replace(features=jnp.asarray(self._states(rows, batch), self.target.dtype))
+        return batch.replace(features=jnp.asarray(self._states(batch), self.target.dtype))
 
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
@@ -281,7 +292,7 @@ class HeadsTask(DrafterTask):
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """Heads that add nothing yet."""
-        return init_heads(self.config, self.target.config, frozen, key)
+        return init_heads(self.config, self.target.config, frozen, key, self._token_map)
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
         """The accuracy of every head."""

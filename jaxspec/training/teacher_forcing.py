@@ -31,8 +31,9 @@ class HeadOutput(NamedTuple):
     """The output of one head for a batch.
 
     Attributes:
-      hidden: `[B, T, E]`, from which `head_logits` computes logits.
-      labels: `[B, T]` int32, the token that the head should propose at each anchor.
+      hidden: `[B, T, E]`, from which `own_logits` computes logits.
+      labels: `[B, T]` int32, the token that the head should propose at each anchor, or its place in
+        the token map, -1 if it is not there.
       weights: `[B, T]` fp32, 1 where that token belongs to the anchor's text and the target wrote
         it, otherwise 0.
     """
@@ -48,12 +49,6 @@ def labels_of(batch: TextBatch, index: int) -> tuple[jax.Array, jax.Array]:
     is_same = shifted(batch.segments, distance) == batch.segments
     weights = (is_same & shifted(batch.is_output, distance)).astype(jnp.float32)
     return shifted(batch.tokens, distance), weights
-
-
-def places_in(token_map: jax.Array, vocab_size: int) -> jax.Array:
-    """`[V]` int32, the place of each token in a token map; -1 of those that are not there."""
-    nowhere = jnp.full((vocab_size,), -1, jnp.int32)
-    return nowhere.at[token_map].set(jnp.arange(token_map.shape[0], dtype=jnp.int32))
 
 
 def target_parts(
@@ -87,8 +82,10 @@ def run_heads(
     target: TargetParts,
     features: jax.Array,
     batch: TextBatch,
+    token_map: jax.Array | None = None,
 ) -> Iterator[HeadOutput]:
-    """The output of each head for the target's `features` `[B, T, E]`, first head first."""
+    """The output of each head for the target's `features` `[B, T, E]`, first head first. Heads with
+    a `token_map` propose only its tokens."""
 
     def run_block(hidden: jax.Array) -> jax.Array:
         return run_training_block(config, params, hidden, batch.segments)
@@ -99,4 +96,8 @@ def run_heads(
         tokens = jnp.stack(following[: index + 1], axis=-1)
         hidden, output = apply_head(config, params, target, index, hidden, tokens)
         labels, weights = labels_of(batch, index)
+        if token_map is not None:
+            nowhere = jnp.full((config.vocab_size,), -1, jnp.int32)
+            places = jnp.arange(token_map.shape[0], dtype=jnp.int32)
+            labels = nowhere.at[token_map].set(places)[labels]
         yield HeadOutput(output, labels, weights)

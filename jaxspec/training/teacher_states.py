@@ -4,13 +4,11 @@
 size of the model or the end of the run, so runs of every size share the states of a teacher, which
 would otherwise take two thirds of the training time of a small draft model.
 
-`TextStates` has those of whole texts, whatever rows they are packed into, for runs that pass over
-the texts several times.
+`TextStates` has those of whole texts, for runs that pass over the texts several times.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,7 +38,8 @@ class HiddenStates:
       compute: computes the states of the step with a given index.
 
     Raises:
-      CheckpointError: the file holds the states of another teacher, or of other rows.
+      CheckpointError: the file holds the states of another teacher, or of other rows, or something
+        else.
     """
 
     def __init__(
@@ -52,7 +51,8 @@ class HiddenStates:
         compute: Callable[[int], np.ndarray],
     ):
         self._path, self._shape, self._compute = path, shape, compute
-        _check_origin(path, {"shape": list(shape), **origin}, "teacher_states")
+        about, origin = path.with_suffix(".json"), {"shape": list(shape), **origin}
+        _check_origin(about, path, origin, whose="another teacher or of other rows")
         self._step_bytes = 4 * int(np.prod(shape))
         self._num_known = path.stat().st_size // self._step_bytes if path.exists() else 0
 
@@ -69,83 +69,106 @@ class HiddenStates:
 
 
 class TextStates:
-    """A target's last hidden states of texts, each computed once: those of a text depend on nothing
-    else in its row. They are bfloat16, 2 E bytes per token. Texts that are added later find those
-    of the texts before them.
+    """A target's last hidden states of texts, in a directory: bfloat16, 2 E bytes per token.
+
+    A text is known by its tokens, and its states depend on nothing else in its row, so each is
+    computed once, whatever rows it is packed into, and by whatever run. States are only appended,
+    and the index names a text after its states were written; what a crash cut off is overwritten.
 
     Args:
-      path: that of the file; what it depends on is stored beside it.
-      texts: token ids of each text.
+      directory: of the files, which one process at a time may use.
       width: E.
       target_weights: the `weights_digest` of the target.
       compute: computes the states `[B, T, E]` of a batch.
 
     Raises:
-      CheckpointError: the file holds the states of another target.
+      CheckpointError: the directory holds the states of another target, or other files.
     """
 
     def __init__(
         self,
-        path: pathlib.Path,
+        directory: pathlib.Path,
         *,
-        texts: Sequence[Sequence[int]],
         width: int,
         target_weights: str,
         compute: Callable[[TextBatch], jax.Array],
     ):
-        self._starts = [0, *itertools.accumulate(map(len, texts))]
-        self._compute = compute
-        # A text is known by its tokens and by its place in the file.
-        self._digests = [
-            xxhash.xxh3_64_intdigest(np.asarray(ids, np.int32).tobytes(), seed=start)
-            for ids, start in zip(texts, self._starts, strict=False)
-        ]
-        _check_origin(path, {"width": width, "target_weights": target_weights}, "target_states")
-        known = path.with_suffix(".known")  # the digest of each text whose states were written
-        for file in (path, known):
-            file.touch()
-        shape = (self._starts[-1], width)
-        self._states = np.memmap(path, ml_dtypes.bfloat16, "r+", shape=shape)
-        self._known = np.memmap(known, np.uint64, "r+", shape=(len(texts),))
+        self._data, self._index = directory / "states.bf16", directory / "index.txt"
+        self._width, self._compute = width, compute
+        origin = {"width": width, "target_weights": target_weights}
+        _check_origin(directory / "about.json", self._data, origin, whose="another target")
+        self._starts: dict[str, int] = {}
+        self._num_tokens = 0
+        if self._index.is_file():
+            written = self._index.read_text()
+            whole = written[: written.rfind("\n") + 1]
+            if whole != written:  # a crash cut off the last line
+                write_atomically(self._index, whole.encode())
+            for line in whole.splitlines():
+                self._note(*line.split())
 
-    def __call__(self, rows: Sequence[Sequence[int]], batch: TextBatch) -> np.ndarray:
-        """bfloat16 states `[B, T, E]` of a batch, whose `rows` are texts by index; zeros in
-        padding."""
-        shape = (*batch.tokens.shape, self._states.shape[1])
-        if any(self._known[index] != self._digests[index] for row in rows for index in row):
-            computed = np.asarray(self._compute(batch)).astype(self._states.dtype)
-            for stored, (row, start) in self._places(rows):
-                self._states[stored] = computed[row, start : start + stored.stop - stored.start]
-            self._states.flush()
-            for index in itertools.chain.from_iterable(rows):
-                self._known[index] = self._digests[index]
-            self._known.flush()
-        found = np.zeros(shape, self._states.dtype)
-        for stored, (row, start) in self._places(rows):
-            found[row, start : start + stored.stop - stored.start] = self._states[stored]
+    def __call__(self, batch: TextBatch) -> np.ndarray:
+        """bfloat16 states `[B, T, E]` of a batch; zeros in padding."""
+        texts = list(_texts_of(batch))
+        if any(digest not in self._starts for digest, *_ in texts):
+            self._add(texts, np.asarray(self._compute(batch)).astype(ml_dtypes.bfloat16))
+        stored = np.memmap(
+            self._data, ml_dtypes.bfloat16, "r", shape=(self._num_tokens, self._width)
+        )
+        found = np.zeros((*batch.tokens.shape, self._width), stored.dtype)
+        for digest, row, part in texts:
+            start = self._starts[digest]
+            found[row, part] = stored[start : start + part.stop - part.start]
         return found
 
-    def _places(self, rows: Sequence[Sequence[int]]) -> Iterator[tuple[slice, tuple[int, int]]]:
-        """Of each text, its part of the file, and the row and position where it begins in a
-        batch."""
-        for row, texts in enumerate(rows):
-            start = 0
-            for index in texts:
-                stored = slice(self._starts[index], self._starts[index + 1])
-                yield stored, (row, start)
-                start += stored.stop - stored.start
+    def _add(self, texts: Sequence[tuple[str, int, slice]], states: np.ndarray) -> None:
+        """Appends the states of texts that are not known."""
+        self._data.touch()
+        with self._data.open("r+b") as data, self._index.open("a") as index:
+            data.seek(2 * self._width * self._num_tokens)
+            added = []
+            for digest, row, part in texts:
+                if digest not in self._starts:
+                    data.write(states[row, part].tobytes())
+                    self._note(digest, part.stop - part.start)
+                    added.append(f"{digest} {part.stop - part.start}\n")
+            data.flush()
+            index.writelines(added)
+
+    def _note(self, digest: str, length: int | str) -> None:
+        self._starts[digest] = self._num_tokens
+        self._num_tokens += int(length)
 
 
-def _check_origin(path: pathlib.Path, origin: Mapping[str, Any], option: str) -> None:
-    """Stores what a file of states depends on; raises `CheckpointError` if it holds others."""
-    about = path.with_suffix(".json")
+def _texts_of(batch: TextBatch) -> Iterator[tuple[str, int, slice]]:
+    """The digest, the row and the place in it of each text of a batch."""
+    tokens, segments = np.asarray(batch.tokens), np.asarray(batch.segments)
+    for row, of_row in enumerate(segments):
+        for segment in range(of_row.max() + 1):
+            where = np.flatnonzero(of_row == segment)
+            part = slice(int(where[0]), int(where[-1]) + 1)
+            yield xxhash.xxh3_128_hexdigest(tokens[row, part].tobytes()), row, part
+
+
+def _check_origin(
+    about: pathlib.Path, data: pathlib.Path, origin: Mapping[str, Any], *, whose: str
+) -> None:
+    """Writes to `about` what the states in `data` depend on.
+
+    Raises:
+      CheckpointError: they are those of others, or `data` was not written as states.
+    """
     expected = json.loads(json.dumps(origin))
-    if about.is_file() and json_object(about.read_bytes()) != expected:
+    if about.is_file():
+        if json_object(about.read_bytes()) != expected:
+            raise CheckpointError(
+                f"{data} holds the hidden states of {whose}; remove it, or name another place."
+            )
+        return
+    if data.exists():
         raise CheckpointError(
-            f"{path} holds the hidden states of another teacher or of other rows; "
-            f"remove it, or name another {option}."
+            f"{data} exists, and no {about.name} that says whose hidden states it holds; name "
+            "another place."
         )
-    if not about.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        write_atomically(about, json.dumps(expected).encode())
+    about.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(about, json.dumps(expected).encode())

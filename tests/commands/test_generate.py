@@ -657,7 +657,6 @@ REFUSED_WITH_RAY = {
     "--output o --generation-config": "--generation-config was given with --ray, and sampling val",
     "--output o --trace t.parquet": "--trace was given with --ray",
     "--output o --format spec-bench": "--format spec-bench was given with --ray",
-    """--output o --sampling-args '{"logprobs": 1}'""": "logprobs was given with --ray",
     "--output o": "ray is needed for --ray, and is not installed; install it with pip install",
 }
 

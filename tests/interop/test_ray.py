@@ -203,7 +203,7 @@ def test_completions_of_a_prompt_have_the_seeds_of_a_run_without_ray(cluster, tm
     chat = [{"role": "user", "content": "Why?"}]
     prompts.write_text(f'{{"prompt": "Once"}}\n\n{json.dumps({"messages": chat})}\n')
     more = ("--prompts", prompts, "--n", 2, "--chat-template", "vicuna")
-    more += ("--sampling-args", '{"top_k": 50, "logit_bias": {"7": 3}}')
+    more += ("--sampling-args", '{"top_k": 50, "logit_bias": {"7": 3}, "logprobs": 2}')
     document = run(cluster, *more, "--output", tmp_path / "out")
     assert document["num_completions"] == 4
     lines = tmp_path / "lines.jsonl"
@@ -212,6 +212,7 @@ def test_completions_of_a_prompt_have_the_seeds_of_a_run_without_ray(cluster, tm
     rows = read(tmp_path / "out")
     for index, line in enumerate(map(json.loads, lines.read_text().splitlines())):
         assert rows[index]["token_ids"] == line["token_ids"]
+        assert json.loads(rows[index]["logprobs"]) == line["logprobs"]
     assert len({tuple(row["token_ids"]) for row in rows.values()}) == 4
 
 
@@ -316,9 +317,9 @@ def test_log_probabilities_are_columns_and_mistakes_name_the_row():
         "column text, which": {"text": "mine"},
         "row 7 has n = 2": {"params": {"n": 2}},
         "row 7 has params that cannot be used: temperature": {"params": {"temperature": -1}},
-        "row 7 has params that are text, but not JSON": {"params": "{"},
-        "row 7 has messages that are text": {"prompt": None, "messages": "hello"},
-        "row 7 has params that are not fields": {"params": [1]},
+        "row 7 has params that are not JSON": {"params": "{"},
+        "row 7 has messages that are not JSON": {"prompt": None, "messages": "hello"},
+        "row 7 has params of type list; give a record": {"params": [1]},
     }
     for words, changes in wrong.items():
         table = pyarrow.Table.from_pylist([{"id": 7, "prompt": "Once", **changes}])

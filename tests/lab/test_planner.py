@@ -748,12 +748,24 @@ def test_a_tree_is_as_large_as_its_nodes_allow(uncompiled):
 
 
 def test_heads_are_predicted_to_cost_what_is_read_for_them():
+    target = toy.model(num_layers=3)
+
     def speed(drafter):
-        request = make_planner(draft=None, drafter=drafter).request
+        request = make_planner(draft=None, drafter=drafter.for_target(target)).request
         return tokens_per_s(request, settings(draft_length=3))
 
-    chain = heads.random_heads("medusa", toy.model(num_layers=3), tree="chain")
-    assert 0 < speed(chain) < speed(jaxspec.NGram())
+    chain = heads.random_heads("medusa", target, tree="chain")
+    some = heads.random_heads("medusa", target, tree="chain", num_head_tokens=8)
+    assert 0 < speed(chain) < speed(some) < speed(jaxspec.NGram())
+
+
+def test_heads_for_some_tokens_are_planned_with_their_columns(monkeypatch):
+    monkeypatch.setattr(request, "default_kernels", lambda: "xla")
+    target = toy.model(num_layers=3)
+    tree = StaticTree(choices=((0,), (1,), (0, 0)))
+    drafter = heads.random_heads("clover", target, tree=tree, num_head_tokens=8)
+    search = dataclasses.replace(NODES, draft_lengths=(3,))
+    check_whole(plan_with(drafter, acceptance=BY_NODE, search=search), target, drafter)
 
 
 def test_drafters_that_cannot_be_planned_are_refused():

@@ -21,6 +21,7 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.load.drafters import load_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.runtime.locks import only_writer
 from jaxspec.training import head_accuracy, heads
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
@@ -124,66 +125,97 @@ def test_the_targets_states_are_computed_once(tmp_path, target, texts, monkeypat
     calls = []
     compute = heads._LAST_FEATURES
     monkeypatch.setattr(heads, "_LAST_FEATURES", lambda *args: calls.append(1) or compute(*args))
-    losses, states = [], tmp_path / "states" / "target.bf16"
+
+    def losses_of(settings, **how):
+        losses = []
+        before = len(calls)
+        train(dataclasses.replace(settings, **how), on_step=lambda _, m: losses.append(m["loss"]))
+        return losses, len(calls) - before
+
+    states = tmp_path / "deep" / "states"
+    data, index = states / "states.bf16", states / "index.txt"
     settings = config("heads", tmp_path / "run", target, texts, target_states=states)
     settings = dataclasses.replace(settings, tokens=64 * 60)  # about two passes over the texts
     with pytest.raises(Stopped):
         train(settings, on_step=stop_after(50))
-    num_calls, kept = len(calls), states.read_bytes()
-    assert 20 < num_calls < 45
-    train(dataclasses.replace(settings, resume=True), on_step=lambda _, m: losses.append(m["loss"]))
-    assert len(calls) == num_calls, "a text that had been read was read again"
-    assert states.read_bytes() == kept
+    assert 20 < len(calls) < 45
+    kept = data.read_bytes()
+    assert losses_of(settings, resume=True)[1] == 0, "a text that had been read was read again"
+    assert data.read_bytes() == kept
     # Another run, of another kind, finds them too; without them, only rounding differs.
     other = dataclasses.replace(settings, out=tmp_path / "other", kind="hydra", tokens=64 * 12)
-    found, again = [], []
-    train(other, on_step=lambda _, m: found.append(m["loss"]))
-    assert len(calls) == num_calls
-    alone = dataclasses.replace(other, out=tmp_path / "alone", target_states=None)
-    train(alone, on_step=lambda _, m: again.append(m["loss"]))
-    np.testing.assert_allclose(found, again, rtol=2e-3)
+    found, num_calls = losses_of(other)
+    assert num_calls == 0
+    alone, _ = losses_of(other, out=tmp_path / "alone", target_states=None)
+    np.testing.assert_allclose(found, alone, rtol=2e-3)
+    # So does one of other texts, of those that are the same: here all but the first two thirds.
+    lines = texts.read_text().splitlines(keepends=True)
+    changed = tmp_path / "changed.jsonl"
+    longer = [json.loads(line) for line in lines[1:41]]
+    longer = [{**text, "prompt": [9, *text["prompt"]]} for text in longer]
+    parts = [lines[0], *(json.dumps(text) + "\n" for text in longer), *lines[41:]]
+    changed.write_text("".join(parts))
+    _, num_calls = losses_of(other, out=tmp_path / "changed", texts=changed)
+    assert 0 < num_calls <= 12
+    assert data.read_bytes()[: len(kept)] == kept
+    again, num_calls = losses_of(other, out=tmp_path / "again")
+    assert (again, num_calls) == (found, 0)
+    # What a crash cut off is computed again.
+    index.write_text("".join(index.read_text().splitlines(keepends=True)[:20]) + "0123")
+    again, num_calls = losses_of(other, out=tmp_path / "cut")
+    assert num_calls > 0
+    np.testing.assert_allclose(again, found, rtol=2e-3)
     # Sabotage: states that are not the target's are noticed.
-    states.write_bytes(np.frombuffer(kept, np.uint16)[::-1].tobytes())
-    again.clear()
-    train(
-        dataclasses.replace(other, out=tmp_path / "wrong"),
-        on_step=lambda _, m: again.append(m["loss"]),
-    )
-    assert np.max(np.abs(np.subtract(found, again))) > 2e-2
-    # Of more texts those are found that were there before; a longer first one moves them all.
-    states.write_bytes(kept)
-    more = write_texts(tmp_path / "more.jsonl", target, num_texts=80)
-    train(dataclasses.replace(other, out=tmp_path / "more", texts=more))
-    assert states.read_bytes()[: len(kept)] == kept
-    assert len(states.read_bytes()) > len(kept)
-    assert num_calls < len(calls) < num_calls + 12
-    num_calls = len(calls)
-    lines = more.read_text().splitlines(keepends=True)
-    first = json.loads(lines[2])  # the one before is held out
-    lines[2] = json.dumps({**first, "prompt": [9, *first["prompt"]]}) + "\n"
-    more.write_text("".join(lines))
-    train(dataclasses.replace(other, out=tmp_path / "moved", texts=more))
-    assert len(calls) == num_calls + 12
-    about = states.with_suffix(".json")
+    data.write_bytes(np.frombuffer(data.read_bytes(), np.uint16)[::-1].tobytes())
+    wrong, _ = losses_of(other, out=tmp_path / "wrong")
+    assert np.max(np.abs(np.subtract(found, wrong))) > 2e-2
+
+
+def test_states_of_others_are_refused_and_kept(tmp_path, target, texts):
+    states = tmp_path / "states"
+    settings = config("heads", tmp_path / "run", target, texts, target_states=states)
+    train(settings)
+    other = dataclasses.replace(settings, out=tmp_path / "other")
+    with only_writer(states), pytest.raises(SettingError, match="states"):
+        train(other)
+    about, data = states / "about.json", states / "states.bf16"
+    kept = data.read_bytes()
     about.write_text(about.read_text().replace('"width": 32', '"width": 31'))
-    with pytest.raises(CheckpointError, match="of another teacher or of other rows"):
-        train(dataclasses.replace(other, out=tmp_path / "fewer"))
+    with pytest.raises(CheckpointError, match="hidden states of another target; remove it"):
+        train(other)
+    about.unlink()
+    with pytest.raises(CheckpointError, match=r"and no about.json that says whose"):
+        train(other)
+    assert data.read_bytes() == kept
+    with pytest.raises(SettingError, match="Nothing can be written into"):
+        train(dataclasses.replace(other, target_states=texts))
 
 
-def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, trained):
-    settings = config("heads", tmp_path / "run", target, texts, draft_vocab_size=24)
+@pytest.mark.parametrize(
+    ("kind", "parts"),
+    [
+        ("clover", {"block_part": "attention"}),
+        ("medusa", {"shares_head": False}),
+        pytest.param("medusa", {}, marks=pytest.mark.slow),
+        pytest.param("hydra", {"shares_head": False}, marks=pytest.mark.slow),
+        pytest.param("clover2", {}, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, kind, parts):
+    given = {"kind": kind, "parts": parts, "draft_vocab_size": 24}
+    settings = config("heads", tmp_path / "run", target, texts, **given)
     losses = []
     result = train(settings, on_step=lambda _, m: losses.append(m["loss"]))
     assert losses[-1] < losses[0] - 0.5
     drafter = load_drafter(tmp_path / "run" / "heads", target)
     assert drafter.config.num_head_tokens == 24
+    assert result["num_params"] == sum(leaf.size for leaf in jax.tree.leaves(drafter.params)) - 24
     tokens = np.asarray(drafter.params["token_map"])
     training, _ = held_out_part(read_texts(texts).texts, texts)
     written = collections.Counter(token for text in training for token in text.output)
     least = min(written[token] for token in tokens.tolist())
     assert len(set(tokens.tolist())) == 24
     assert all(count <= least for token, count in written.items() if token not in tokens)
-    assert result["num_params"] == trained["heads"][1]["num_params"], "the map is not trained"
     # Of the other tokens none can be right.
     share = sum(count for token, count in written.items() if token in tokens) / written.total()
     assert 0 < result["held_out"]["all"]["top1"][0] < share + 0.05
@@ -223,6 +255,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
             (SettingError, "parts has own_heads; give", lambda: run(parts={"own_heads": True})),
             (ModelError, "shares_head is False", lambda: run(parts={"shares_head": False})),
             (ModelError, "num_layers is 2", lambda: run(kind="hydra", num_layers=2)),
+            (SettingError, "and the target has 258 tokens", lambda: run(draft_vocab_size=259)),
             (ModelError, "None of the 60 texts", lambda: run(texts=written("b", num_output=1))),
         ]
         if name == "heads"

@@ -188,9 +188,10 @@ def _float_shapes(config: HeadsConfig) -> dict[str, Any]:
     layers = {}
     if c.block is not None:
         whole = decoder.param_shapes(c.block)["layers"]
-        unused = _FEED_FORWARD if c.block_part == "attention" else frozenset[str]()
+        is_whole = c.block_part == "whole"
         layers["layers"] = tuple(
-            {name: layer[name] for name in layer if name not in unused} for layer in whole
+            {name: layer[name] for name in layer if is_whole or name not in _FEED_FORWARD}
+            for layer in whole
         )
     if c.kind == "clover2":
         return {

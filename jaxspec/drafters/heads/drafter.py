@@ -261,9 +261,15 @@ class Heads(TrainedDrafter):
         has_columns = self.config.shares_head and self.config.num_head_tokens is not None
         if not has_columns or not isinstance(params, Mapping) or "token_map" not in params:
             return params
-        assert isinstance(self.target, HeadedModel)
-        rows = self.target.head_rows(target_params, jnp.asarray(params["token_map"]))
-        return {**params, "head_columns": rows.T}
+
+        def gather(target_params: PyTree, tokens: jax.Array) -> jax.Array:
+            assert isinstance(self.target, HeadedModel)
+            return self.target.head_rows(target_params, tokens).T
+
+        some = jax.tree.leaves(target_params)[0]
+        if isinstance(some, jax.ShapeDtypeStruct):  # a model that is planned has no weights
+            gather = functools.partial(jax.eval_shape, gather)
+        return {**params, "head_columns": gather(target_params, params["token_map"])}
 
     def pack(self, params: PyTree) -> PyTree:
         """The heads' parameters, their products' weights as the target's kernels read them best;
@@ -299,17 +305,15 @@ class Heads(TrainedDrafter):
                 "for_target(target) returns."
             )
         own, target_params = params["own"], params["target"]
+        product = self._kernels.product
         head = functools.partial(self.target.head, target_params)
         if "head_columns" in own:
-
-            def head(normed: jax.Array) -> jax.Array:
-                return self._kernels.product(normed, own["head_columns"], dtype=jnp.float32)
-
+            head = functools.partial(product, weight=own["head_columns"], dtype=jnp.float32)
         return TargetParts(
             final_norm=functools.partial(self.target.final_norm, target_params),
             head=head,
             head_rows=functools.partial(self.target.head_rows, target_params),
-            product=self._kernels.product,
+            product=product,
         )
 
     def init(self, shape: EngineShape) -> HeadsState:

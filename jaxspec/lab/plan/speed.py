@@ -71,8 +71,11 @@ def _drafter_s(request: PlanRequest, device: Device) -> float:
     read_bytes = num_bytes(drafter.params)
     if drafter.uses_target:
         config, itemsize = request.target.config, jnp.dtype(request.dtype).itemsize
-        some = drafter.config.num_head_tokens if isinstance(drafter, Heads) else None
-        read_bytes += num_levels * config.width * (some or config.vocab_size) * itemsize
+        columns = num_levels * config.vocab_size
+        if isinstance(drafter, Heads) and "head_columns" in drafter.params:
+            assert drafter.config.num_head_tokens is not None
+            columns = (num_levels - 1) * drafter.config.num_head_tokens  # once in its own weights
+        read_bytes += config.width * columns * itemsize
     num_steps = num_levels if read_bytes else 1
     return read_bytes / device.bytes_per_s + num_steps * device.step_s
 
