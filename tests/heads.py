@@ -28,6 +28,7 @@ FORMS = {  # what there is besides the four kinds as their papers have them
     "clover with a block of attention": ("clover", {"block_part": "attention", "has_silu": False}),
     "clover with connections of its own": ("clover", {"shares_connection": False}),
     "clover with an MLP for a connection": ("clover", {"connection": "mlp"}),
+    "clover with normed inputs": ("clover", {"has_normed_inputs": True, "connection": "mlp"}),
     "clover without a connection": ("clover", {"connection": "none"}),
 }
 

@@ -62,8 +62,11 @@ from jaxspec.types import PyTree
 
 MakeDrafter: TypeAlias = Callable[[Model], Drafter]
 
-# Drafters that come with the package, for `demo-target`: their kinds, and their directories in it.
-DEMO_DRAFTERS = {"demo-flexdraft": ("flexdraft", "flexdraft")}
+# Drafters that come with the package: their kinds, and their directories in it.
+PACKAGED_DRAFTERS = {
+    "demo-flexdraft": ("flexdraft", "flexdraft"),  # for `demo-target`
+    "smollm2-clover": ("heads", "smollm2-clover"),  # for SmolLM2-135M-Instruct in Q4_1
+}
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -251,14 +254,14 @@ def _is_model(name: str) -> bool:
     is written `draft_model:ID`."""
     is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
     is_path |= name.endswith(".gguf")
-    is_demo = name in DEMO_MODELS or name in DEMO_DRAFTERS
-    return is_demo or name.startswith("random:") or is_path
+    is_packaged = name in DEMO_MODELS or name in PACKAGED_DRAFTERS
+    return is_packaged or name.startswith("random:") or is_path
 
 
 def _kind_of_weights(name: str | os.PathLike) -> str:
     """The kind of drafter that a directory holds; what is on the hub is a draft model."""
-    if name in DEMO_DRAFTERS:
-        return DEMO_DRAFTERS[str(name)][0]
+    if name in PACKAGED_DRAFTERS:
+        return PACKAGED_DRAFTERS[str(name)][0]
     directory = expand_user(os.fspath(name))
     with reading(directory):
         finish_interrupted(directory)
@@ -339,10 +342,11 @@ def load_drafter(
     Weights of a drafter are a directory that `save_drafter` or `jaxspec train` wrote, or a
     directory or hub id in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt`
     (which needs torch), `medusa_head.*` among the tensors of a merged model, vLLM's Medusa,
-    Clover-2's release, FlexDraft's release; or `demo-flexdraft`, FlexDraft for `demo-target`. From
-    the hub only the files that hold the drafter are fetched. Heads that contain a copy of the
-    target's head share the target's instead; if their vocabulary was truncated, they then propose
-    tokens of the whole vocabulary.
+    Clover-2's release, FlexDraft's release. Two come with the package: `demo-flexdraft`, FlexDraft
+    for `demo-target`, and `smollm2-clover`, Clover's heads for SmolLM2-135M-Instruct. From the hub
+    only the files that hold the drafter are fetched. Heads that contain a copy of the target's head
+    share the target's instead; if their vocabulary was truncated, they then propose tokens of the
+    whole vocabulary.
 
     Args:
       name: what names the drafter, or its weights if a kind is given.
@@ -518,8 +522,8 @@ def _read(
 @contextlib.contextmanager
 def _found(name: str, revision: str | None, kind: str, layouts: Layouts | None) -> Iterator[Path]:
     """The directory of a name, fetched from the hub if it is a hub id."""
-    if name in DEMO_DRAFTERS:
-        assets = importlib.resources.files("jaxspec") / "assets" / DEMO_DRAFTERS[name][1]
+    if name in PACKAGED_DRAFTERS:
+        assets = importlib.resources.files("jaxspec") / "assets" / PACKAGED_DRAFTERS[name][1]
         with importlib.resources.as_file(assets) as directory:
             yield directory
         return

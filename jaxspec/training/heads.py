@@ -58,8 +58,8 @@ _REGRESSION_WEIGHT = 10.0  # weight of Clover-2's SmoothL1, as in its release
 _NOISE = 0.01  # added to matrices that start as the identity
 # Fields of `HeadsConfig` that may be chosen.
 _PARTS = (
-    "shares_head", "connection", "shares_connection", "gate", "num_gate_heads", "has_silu",
-    "block", "block_part",
+    "shares_head", "connection", "shares_connection", "has_normed_inputs", "gate",
+    "num_gate_heads", "has_silu", "block", "block_part",
 )  # fmt: skip
 _TREE_NODES = (4, 16)  # sizes of the static trees that are made from the final measurements
 

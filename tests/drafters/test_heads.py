@@ -145,8 +145,10 @@ class Reference:
                 out = both @ own["next"]["weight"] + own["next"]["bias"]
             return self.normed(out, own["head_norm"])
         h = state
+        if config.has_normed_inputs:
+            h = self.normed(h, 1)
         for step, row in enumerate(rows):
-            e = row / np.linalg.norm(row)
+            e = self.normed(row, 1) if config.has_normed_inputs else row / np.linalg.norm(row)
             if config.connection != "none":
                 connection = own["connections"][0 if config.shares_connection else step]
             if config.connection == "attention":

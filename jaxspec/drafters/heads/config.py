@@ -19,6 +19,7 @@ _FIELDS_OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "num_layers": ("medusa",),
     "connection": ("clover",),
     "shares_connection": ("clover",),
+    "has_normed_inputs": ("clover",),
     "block_part": ("clover",),
     "gate": ("clover", "clover2"),
     "num_gate_heads": ("clover", "clover2"),
@@ -51,6 +52,10 @@ class HeadsConfig:
       num_gate_heads: parts that the attention decoder gates by themselves; a divisor of E.
       has_silu: whether the attention decoder's values pass a SiLU.
       shares_connection: whether all heads of Clover have one attention decoder.
+      has_normed_inputs: whether Clover's connections read hidden states and tokens of an RMS of
+        one. The paper takes hidden states as they are, and tokens of length one; where hidden
+        states are large, a token then has little influence until training has made its weights as
+        large.
       block: the augmenting block, layers of the target's shape with a KV cache of their own; None
         is none. Clover and Clover-2 only.
       block_part: what of each layer of Clover's block is computed.
@@ -72,6 +77,7 @@ class HeadsConfig:
     num_gate_heads: int = 1
     has_silu: bool = True
     shares_connection: bool = True
+    has_normed_inputs: bool = False
     block: ModelConfig | None = None
     block_part: BlockPart = "whole"
 

@@ -64,7 +64,8 @@ def anchor(
         )
         return rms_norm(run_block(mixed), params["norm"], config.norm_epsilon)
     if config.kind == "clover":
-        return features if config.block is None else run_block(features)
+        hidden = features if config.block is None else run_block(features)
+        return _of_unit_rms(config, hidden) if config.has_normed_inputs else hidden
     return target.final_norm(features)
 
 
@@ -122,7 +123,8 @@ def apply_head(
 
     if config.connection != "none":
         connection = params["connections"][0 if config.shares_connection else index]
-        embedded = _unit(embedded)
+        to_unit = _of_unit_rms if config.has_normed_inputs else _of_unit_length
+        embedded = to_unit(config, embedded)
         if config.connection == "attention":
             mixed = attention_decoder(config, connection, hidden, embedded, product=target.product)
         else:
@@ -203,8 +205,12 @@ def _add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
     return x + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
-def _unit(rows: jax.Array) -> jax.Array:
-    """`rows` `[..., E]` scaled to length one, as Clover embeds tokens."""
+def _of_unit_rms(config: HeadsConfig, rows: jax.Array) -> jax.Array:
+    return rms_norm(rows, jnp.ones((config.width,), rows.dtype), config.norm_epsilon)
+
+
+def _of_unit_length(config: HeadsConfig, rows: jax.Array) -> jax.Array:
+    """As Clover embeds tokens."""
     wide = rows.astype(jnp.float32)
     length = jnp.linalg.norm(wide, axis=-1, keepdims=True)
     return (wide / jnp.maximum(length, 1e-12)).astype(rows.dtype)

@@ -32,7 +32,7 @@ from .tables import Layout, Layouts, TargetSizes, Tensors, place, warn_of_other_
 _LAYOUTS = (clover2.CLOVER2, medusa.MERGED, vllm.VLLM)
 NAMES = (
     "name a directory that jaxspec train heads wrote, one with medusa_lm_head.safetensors or "
-    "another known layout, or a hub id such as FasterDecoding/medusa-vicuna-7b-v1.3"
+    "another known layout, a hub id such as FasterDecoding/medusa-vicuna-7b-v1.3, or smollm2-clover"
 )
 _COMPARED_ROWS = 4096  # of the target's head at once
 
