@@ -206,6 +206,9 @@ def write_params(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> Non
                 del leaf
             save(ocp)
             ocp.partial.finalize(path)
+    # Orbax names a directory of this machine in it, and only asks whether it is there.
+    for committed in Path(path).glob("commit_success.txt"):
+        committed.write_bytes(b"")
 
 
 def _write_in_process(directory: Path, leaves: Iterable[tuple[LeafPath, Any]]) -> None:

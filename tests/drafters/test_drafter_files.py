@@ -127,6 +127,13 @@ def test_what_the_manifest_says(saved):
     assert "jaxspec.json" not in fields["files"]
 
 
+def test_what_is_saved_names_no_directory_of_this_machine(saved, tmp_path):
+    files = [path for path in saved.rglob("*") if path.is_file()]
+    assert len(files) > 3
+    for path in files:
+        assert str(tmp_path).encode() not in path.read_bytes(), path
+
+
 def test_trees_by_name(saved):
     def tree(name):
         return load(saved, tree=name).tree
