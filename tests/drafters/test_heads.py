@@ -318,7 +318,7 @@ class PostNorm(Heads):
     """Reads hidden states after the final norm instead of before it."""
 
     def _read(self, params, cache, features, tokens, window, last):
-        features = self._parts(params["target"]).final_norm(features)
+        features = self._parts(params).final_norm(features)
         return super()._read(params, cache, features, tokens, window, last)
 
 
