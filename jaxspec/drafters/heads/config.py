@@ -77,7 +77,7 @@ class HeadsConfig:
     num_gate_heads: int = 1
     has_silu: bool = True
     shares_connection: bool = True
-    has_normed_inputs: bool = False
+    has_normed_inputs: bool = dataclasses.field(default=False, metadata={"is_newer": True})
     block: ModelConfig | None = None
     block_part: BlockPart = "whole"
 
