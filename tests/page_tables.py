@@ -571,6 +571,27 @@ def ngram_counts(runs):
     return [f"{emitted / rounds:.2f}", f"{drafted / rounds:.2f}", share(accepted / drafted)]
 
 
+@of("smollm2-clover-cpu.json")
+def real_heads(found):
+    def emitted(prompts, label):
+        tokens, rounds = (sum(one[name][label] for one in prompts) for name in ("tokens", "rounds"))
+        return f"{tokens / rounds:.2f}"
+
+    prompts = found["comparison"]["prompts"]
+    tasks = dict.fromkeys(one["category"] for one in prompts)
+    rows = []
+    for own in found["comparison"]["candidates"]:
+        label = own["label"]
+        row = [{"none": "plain", "ngram": "n-grams"}.get(label, label)]
+        for task in tasks:
+            row.append(emitted([one for one in prompts if one["category"] == task], label))
+        low, median, high = sorted(own["speedup"])
+        speed = f"{times(median)} ({low:.2f} to {high:.2f})"
+        rows.append([*row, emitted(prompts, label), speed])
+    names = [task.replace("_", " ") for task in tasks]
+    return ["tokens per round", *names, "all", "speed over plain"], rows
+
+
 @of("demo-cpu.json")
 def demo(found):
     rows = []
