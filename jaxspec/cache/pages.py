@@ -33,6 +33,7 @@ written; moving KV moves codes and scales.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 import jax
@@ -112,6 +113,7 @@ class AlignedTable(struct.PyTreeNode):
 
 
 Table = jax.Array | AlignedTable
+MoveWithin: TypeAlias = Callable[..., tuple["LayerCache", ...]]  # as `move_within`
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -488,7 +490,16 @@ def copy_row(
     return cache.replace(layers=lax.fori_loop(0, num_blocks, copy_block, cache.layers))
 
 
-def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
+def move_within(
+    layers: tuple[LayerCache, ...], table: Table, source: jax.Array, target: jax.Array
+) -> tuple[LayerCache, ...]:
+    """All layers after `move_slots` within the rows of one table."""
+    return tuple(move_slots(layer, table, source, table, target) for layer in layers)
+
+
+def commit_path(
+    cache: KVCache, start: jax.Array, path: jax.Array, *, move: MoveWithin = move_within
+) -> KVCache:
     """Moves the KV of an accepted path into consecutive slots, at most one per level of the path.
 
     The KV of a path's d-th node is stored at slot `start + 1 + path[d]`, and belongs at `start + 1
@@ -501,16 +512,13 @@ def commit_path(cache: KVCache, start: jax.Array, path: jax.Array) -> KVCache:
     Args:
       start: `[B]` int32, slot of the window's first token, counted from the slot of position 0.
       path: `[B, D]` int32, where the node at each depth is stored; -1 past the accepted nodes.
+      move: `move_within`, or kernels that do the same.
     """
     depth = jnp.arange(path.shape[1], dtype=jnp.int32)[None]
     source = start[:, None] + 1 + path
     moves = (path >= 0) & (path != depth)
     target = jnp.where(moves, start[:, None] + 1 + depth, -1)
-
-    def move(layer):
-        return move_slots(layer, cache.table, source, cache.table, target)
-
-    return cache.replace(layers=tuple(move(layer) for layer in cache.layers))
+    return cache.replace(layers=move(cache.layers, cache.table, source, target))
 
 
 def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:

@@ -24,7 +24,7 @@ from jaxspec.decode.parts import RoundParts
 from jaxspec.decode.recorders import record
 from jaxspec.decode.state import batch_view, newest_token, scatter_rows
 from jaxspec.drafters.base import NoDrafter, draft_with, function_params
-from jaxspec.models.base import forward_features, logits_of
+from jaxspec.models.base import forward_features, kernels_of, logits_of
 from jaxspec.types import (
     BatchView,
     DecodeState,
@@ -73,7 +73,8 @@ def draft_and_verify(
     )
     verdict = parts.verifier.verify(scores.logits, draft, rows, context)
     if not draft.is_chain:
-        cache = commit_path(cache, window.start, verdict.path)
+        move = kernels_of(parts.target).move_within
+        cache = commit_path(cache, window.start, verdict.path, move=move)
     info = RoundInfo(
         rows=rows,
         draft=draft,

@@ -503,7 +503,9 @@ class DraftModel(Drafter):
         if self.is_chain or state.stored is None:
             seen = before + jnp.minimum(info.verdict.num_accepted, state.num_steps - 1)
         else:
-            cache, num_stored = commit_tree(state.cache, state.stored, before, info.verdict.path)
+            cache, num_stored = commit_tree(
+                self.model, state.cache, state.stored, before, info.verdict.path
+            )
             state, seen = state.replace(cache=cache), before + num_stored
         num_seen = jnp.where(state.num_steps > 0, seen, state.num_seen)
         if state.num_written is not None:

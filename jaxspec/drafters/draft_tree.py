@@ -116,19 +116,21 @@ def draft_tree(
 
 
 def commit_tree(
-    cache: KVCache, stored: jax.Array, num_committed: jax.Array, path: jax.Array
+    model: Model, cache: KVCache, stored: jax.Array, num_committed: jax.Array, path: jax.Array
 ) -> tuple[KVCache, jax.Array]:
     """The draft model's cache with the accepted path in place, and how many nodes of that path
     `[B]` have KV.
 
     Args:
+      model: the draft model.
       cache: after drafting.
       stored: `[B, tree.num_nodes]` int32, see `TreeDraft`.
       num_committed: `[B]` int32, before the round.
       path: `[B, D]` int32, see `Verdict`.
     """
     place = jnp.where(path >= 0, at(stored, jnp.maximum(path, 0)), -1)
-    cache = commit_path(cache, num_committed - 1, place)
+    move = kernels_of(model).move_within
+    cache = commit_path(cache, num_committed - 1, place, move=move)
     return cache, jnp.sum(place >= 0, axis=1, dtype=jnp.int32)
 
 

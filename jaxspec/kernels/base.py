@@ -353,5 +353,15 @@ class Kernels:
         )
         return heads, layer
 
+    def move_within(
+        self,
+        layers: tuple[kv.LayerCache, ...],
+        table: kv.Table,
+        source: jax.Array,
+        target: jax.Array,
+    ) -> tuple[kv.LayerCache, ...]:
+        """As `jaxspec.cache.pages.move_within`."""
+        return kv.move_within(layers, table, source, target)
+
 
 XLA = Kernels()

@@ -739,6 +739,62 @@ def test_a_page_outside_the_cache_is_refused(page):
         jax.block_until_ready(run(case, inputs))
 
 
+# Moving KV
+
+
+def filled_cache(dtype, *, num_layers=3, num_rows=2, kv_dtype=None):
+    """A cache of random content, whose rows own their pages in no order; one page is nobody's."""
+    cache = kv.init_cache(
+        num_layers=num_layers,
+        num_rows=num_rows,
+        capacity=2 * kv.BLOCK,
+        num_kv_heads=3,
+        head_size=20,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+    )
+    drawn = np.random.default_rng(0)
+
+    def fill(leaf):
+        numbers = drawn.integers(0, 100, leaf.shape)
+        return jnp.asarray(numbers).astype(leaf.dtype)
+
+    table = jnp.asarray([[3, 0], [2, 1]], jnp.int32)
+    return cache.replace(layers=jax.tree.map(fill, cache.layers), table=table)
+
+
+MOVES = {
+    "none": ([[4, 5], [6, 7]], [[-1, -1], [-1, -1]]),
+    "forward and backward": ([[4, 5, 6], [130, 9, 8]], [[5, 6, 4], [3, 130, -1]]),
+    "over the end of a page": ([[129, 130, 2], [127, 0, 255]], [[126, 127, 128], [128, -1, 1]]),
+    "outside of the row": ([[1, 300, -7], [1, 2, 3]], [[256, 9, 10], [10**9, -5, 4]]),
+}
+
+
+@pytest.mark.parametrize("kv_dtype", [None, "int8"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", MOVES)
+def test_kv_is_moved_as_by_xla_in_every_layer(name, dtype, kv_dtype):
+    source, target = (jnp.asarray(slots, jnp.int32) for slots in MOVES[name])
+
+    def moved(move):
+        cache = filled_cache(dtype, kv_dtype=kv_dtype)
+        run = jax.jit(move, donate_argnums=0)
+        return run(cache.layers, cache.table, source, target)
+
+    after = moved(native.move_within)
+    jax.tree.map(np.testing.assert_array_equal, after, moved(kv.move_within))
+    is_same = jax.tree.map(np.array_equal, after, filled_cache(dtype, kv_dtype=kv_dtype).layers)
+    assert all(jax.tree.leaves(is_same)) == (name == "none")
+
+
+def test_moves_by_a_page_outside_the_cache_are_refused():
+    cache = filled_cache(jnp.float32)
+    slots = jnp.asarray([[1], [2]], jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="names page 4 of a cache of 4"):
+        jax.block_until_ready(native.move_within(cache.layers, cache.table + 1, slots, slots + 1))
+
+
 def test_where_they_cannot_be_used_that_is_announced_once(monkeypatch, caplog):
     assert environment.devices()["kernels_fallback"] is None
     monkeypatch.setattr(native, "problem", lambda: "the compiler is on holiday")

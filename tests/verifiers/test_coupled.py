@@ -2,10 +2,11 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.sampling import greedy_tokens
+from jaxspec.sampling import CPU_BLOCK, greedy_tokens
 from jaxspec.types import Draft
 from jaxspec.verifiers.coupled import follow
 
@@ -55,3 +56,21 @@ def test_greedy_takes_the_first_of_equals_and_reports_numbers_that_are_none():
     rng = np.random.default_rng(0)
     many = rng.standard_normal((50, 7)).astype(np.float32)
     np.testing.assert_array_equal(greedy_tokens(jnp.asarray(many))[0], many.argmax(-1))
+
+
+@pytest.mark.parametrize("size", [CPU_BLOCK**2, CPU_BLOCK**2 + 1, 3 * CPU_BLOCK**2 + CPU_BLOCK])
+def test_greedy_takes_the_first_of_equals_in_a_vocabulary_of_any_size(size):
+    rng = np.random.default_rng(size)
+    logits = np.round(rng.standard_normal((6, 4, size)).astype(np.float32), 2)
+    assert np.any(np.sum(logits == logits.max(-1, keepdims=True), axis=-1) > 1)
+    logits[0, 0] = -np.inf
+    logits[0, 1, [size // 2, 3]] = np.nan, np.inf
+    logits[0, 2, -1] = np.inf
+    logits[0, 3] = 1.0
+    tokens, is_finite = greedy_tokens(jnp.asarray(logits))
+    assert is_finite[0].tolist() == [False, False, False, True]
+    assert bool(jnp.all(is_finite[1:]))
+    tokens = np.asarray(tokens)
+    assert tokens[0, 3] == 0
+    assert np.all((tokens >= 0) & (tokens < size))
+    np.testing.assert_array_equal(tokens[1:], logits[1:].argmax(-1))

@@ -4,8 +4,8 @@ A decoding round multiplies every weight by a few rows: one for a single request
 batch. XLA:CPU runs such products far below the speed of cores and memory, copies the KV that
 attention reads, and starts some thirty small programs per layer. `kernels.cc` runs a layer as five:
 four products with the norms, gates and sums around them, and attention from the projections on.
-`product`, `attend` and `highest` call it through JAX's foreign function interface. Engines pack
-the weights, so that a product reads them sequentially.
+`product`, `attend`, `highest` and `move_within` call it through JAX's foreign function interface.
+Engines pack the weights, so that a product reads them sequentially.
 
 The machine's C++ compiler builds the kernels for its own processor when a model is first loaded on
 a CPU; the library is kept in the cache directory. Without a compiler, `problem` says so, and models
@@ -244,6 +244,21 @@ def attend(
     return made, jax.tree.unflatten(jax.tree.structure(layer), (k, v, *new_scales))
 
 
+def move_within(
+    layers: tuple[kv.LayerCache, ...], table: jax.Array, source: jax.Array, target: jax.Array
+) -> tuple[kv.LayerCache, ...]:
+    """As `jaxspec.cache.pages.move_within`, in one call for all layers, which are written in
+    place; for tables of the ragged layout."""
+    _load()
+    leaves, form = jax.tree.flatten(layers)
+    moved = jax.ffi.ffi_call(
+        "jaxspec_move",
+        tuple(jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in leaves),
+        input_output_aliases={3 + index: index for index in range(len(leaves))},
+    )(table, source, target, *leaves)
+    return jax.tree.unflatten(form, moved)
+
+
 class NativeKernels(Kernels):
     """The C++ kernels, and XLA's where they do not apply: for weights that are not packed, because
     of their dtype or because a mesh splits them, and for attention that `is_attention_supported`
@@ -303,6 +318,12 @@ class NativeKernels(Kernels):
             is_interleaved=is_interleaved,
             **settings,
         )
+
+    def move_within(self, layers, table, source, target):
+        """As `Kernels.move_within`."""
+        if axes_of_compiler() or isinstance(table, kv.AlignedTable):
+            return super().move_within(layers, table, source, target)
+        return move_within(layers, table, source, target)
 
 
 def _product_or_xla(

@@ -42,7 +42,7 @@ COMPILERS = ("c++", "g++", "clang++")  # in this order, unless $CXX names one
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno")
 OPTIONS += ("-shared", "-fPIC", "-pthread", "-w")
 FUNCTIONS = ("jaxspec_pack", "jaxspec_product", "jaxspec_attention", "jaxspec_coded_attention")
-FUNCTIONS += ("jaxspec_highest",)
+FUNCTIONS += ("jaxspec_highest", "jaxspec_move")
 SYMBOLS = (*FUNCTIONS, "jaxspec_num_lanes", "jaxspec_family", "jaxspec_start_threads")
 TIMEOUT_S = 600  # it takes seconds, and minutes on a machine that is busy
 

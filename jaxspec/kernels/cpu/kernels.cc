@@ -5,6 +5,7 @@
 //   jaxspec_product    a product with what stands before and behind it in a decoder layer
 //   jaxspec_attention  attention of a window over a row's own live KV, read where it lies
 //   jaxspec_highest    the highest scores of rows, and what all scores of a row add up to
+//   jaxspec_move       KV of some slots to other slots of their rows, in all layers
 //
 // An output's bits depend on its own row's numbers only. Every sum runs in one order, over the inputs
 // of a product, the components of a head, the slots of a row from first to last, whatever the number
@@ -20,6 +21,7 @@
 
 #include "attention.h"
 #include "highest.h"
+#include "move.h"
 #include "product.h"
 #include "threads.h"
 #include "vectors.h"
@@ -89,6 +91,17 @@ ffi::Error ProductHandler(ffi::AnyBuffer x, ffi::AnyBuffer norm, ffi::AnyBuffer 
   return run(uint16_t{}, uint16_t{});
 }
 
+ffi::Error CheckTable(const ffi::Buffer<ffi::S32>& table, int64_t num_pages) {
+  for (size_t i = 0; i < table.element_count(); ++i) {
+    const int32_t page = table.typed_data()[i];
+    if (page < 0 || page >= num_pages) {
+      return ffi::Error::InvalidArgument("the table names page " + std::to_string(page) +
+                                         " of a cache of " + std::to_string(num_pages));
+    }
+  }
+  return ffi::Error::Success();
+}
+
 // Of codes there are scales, otherwise these are null.
 ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer query_norm,
                      ffi::AnyBuffer key_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
@@ -104,14 +117,7 @@ ffi::Error Attention(ffi::AnyBuffer qkv, ffi::AnyBuffer bias, ffi::AnyBuffer que
   if (new_k->untyped_data() != k.untyped_data() || new_v->untyped_data() != v.untyped_data()) {
     return ffi::Error::Internal("the cache was not handed over in place");
   }
-  const int64_t num_pages = k.dimensions()[0];
-  for (size_t i = 0; i < table.element_count(); ++i) {
-    const int32_t page = table.typed_data()[i];
-    if (page < 0 || page >= num_pages) {
-      return ffi::Error::InvalidArgument("the table names page " + std::to_string(page) +
-                                         " of a cache of " + std::to_string(num_pages));
-    }
-  }
+  if (ffi::Error error = CheckTable(table, k.dimensions()[0]); error.failure()) return error;
   const auto epsilon = settings.get<float>("epsilon");
   const auto is_interleaved = settings.get<bool>("is_interleaved");
   const auto has_chunks = settings.get<bool>("has_chunks");
@@ -223,6 +229,42 @@ ffi::Error HighestHandler(ffi::Buffer<ffi::F32> scores, ffi::Buffer<ffi::F32> sh
   return ffi::Error::Success();
 }
 
+// Each of `stored` is `[pages, heads, block]` with the numbers of a head's slot behind, or none for the
+// scales of codes. `source` and `target` are `[rows, n]`; slots of `target` outside the row are left out.
+ffi::Error MoveHandler(ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> source,
+                       ffi::Buffer<ffi::S32> target, ffi::RemainingArgs stored,
+                       ffi::RemainingRets moved) {
+  std::vector<Stored> arrays;
+  for (size_t i = 0; i < stored.size(); ++i) {
+    auto before = stored.get<ffi::AnyBuffer>(i);
+    auto after = moved.get<ffi::AnyBuffer>(i);
+    if (!before.has_value() || !after.has_value()) {
+      return ffi::Error::InvalidArgument("the cache has arrays of another kind");
+    }
+    if (before->untyped_data() != (*after)->untyped_data()) {
+      return ffi::Error::Internal("the cache was not handed over in place");
+    }
+    const auto shape = before->dimensions();
+    arrays.push_back({static_cast<char*>(before->untyped_data()), shape[0], shape[1], shape[2],
+                      static_cast<int64_t>(before->size_bytes()) / (shape[0] * shape[1] * shape[2])});
+  }
+  if (arrays.empty()) return ffi::Error::Success();
+  if (ffi::Error error = CheckTable(table, arrays[0].num_pages); error.failure()) return error;
+  const int64_t num_blocks = table.dimensions()[1], count = source.dimensions()[1];
+  const int64_t block = arrays[0].block, capacity = num_blocks * block;
+  std::vector<Move> moves;
+  for (int64_t i = 0; i < static_cast<int64_t>(target.element_count()); ++i) {
+    const int64_t to = target.typed_data()[i];
+    if (to < 0 || to >= capacity) continue;
+    const int64_t from = std::clamp<int64_t>(source.typed_data()[i], 0, capacity - 1);
+    const int32_t* const pages = table.typed_data() + i / count * num_blocks;
+    moves.push_back({pages[from / block], from % block, pages[to / block], to % block});
+  }
+  if (moves.empty()) return ffi::Error::Success();
+  Team::Get().For(arrays.size(), [&](int64_t i) { MoveSlots(arrays[i], moves); });
+  return ffi::Error::Success();
+}
+
 // What both kinds of attention take first.
 auto AttentionArguments() {
   return xla::ffi::Ffi::Bind()
@@ -286,6 +328,14 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_highest, jaxspec::HighestHandler,
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::S32>>()
                                   .Ret<xla::ffi::Buffer<xla::ffi::F32>>());
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxspec_move, jaxspec::MoveHandler,
+                              xla::ffi::Ffi::Bind()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .Arg<xla::ffi::Buffer<xla::ffi::S32>>()
+                                  .RemainingArgs()
+                                  .RemainingRets());
 
 extern "C" int jaxspec_num_lanes() { return jaxspec::kLanes; }
 

@@ -25,7 +25,7 @@ from jaxspec.drafters.base import function_params
 from jaxspec.lab.bench.measure import Repeated, Run
 from jaxspec.lab.bench.roofline import forward_pass
 from jaxspec.lab.cost.passes import Pass
-from jaxspec.models.base import LanguageModel, packed_model
+from jaxspec.models.base import LanguageModel, kernels_of, packed_model
 from jaxspec.runtime.turns import time_loops
 from jaxspec.types import DecodeState, PyTree, Scores, Window
 
@@ -98,7 +98,8 @@ def _speculative_stages(
         (bare, info), (cache, drafter_state) = fixed, moving
         scored = drafter_state
         if not info.draft.is_chain:
-            cache = commit_path(cache, info.window.start, info.verdict.path)
+            move = kernels_of(parts.target).move_within
+            cache = commit_path(cache, info.window.start, info.verdict.path, move=move)
         info = info.replace(emission=emit(bare, info.draft, info.verdict))
         after = commit(bare, info, ()).replace(**record(bare, info, logprobs=None, trace=None))
         drafter_state = parts.drafter.commit(
