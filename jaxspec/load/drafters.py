@@ -67,6 +67,7 @@ PACKAGED_DRAFTERS = {
     "demo-flexdraft": ("flexdraft", "flexdraft"),  # for `demo-target`
     "smollm2-clover": ("heads", "smollm2-clover"),  # for SmolLM2-135M-Instruct in Q4_1
 }
+NGRAM_FIRST = "ngram+"  # before the name of heads: those with an `NGram`
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -205,6 +206,11 @@ def parse_drafter(
         raise refusal("model", given["model"], "a name or a path")
     named = given.pop("kind", None)
     kind = _kind_of_weights(given["model"]) if named is None else text("kind", named)
+    if isinstance(drafter, str) and drafter.startswith(NGRAM_FIRST) and kind != Heads.kind:
+        raise SettingError(
+            f"The drafter {drafter!r} was given; {NGRAM_FIRST} stands before the name of heads, "
+            "which draft where n-grams find nothing, so give heads, or leave it out."
+        )
     if kind in KINDS:
         known = KINDS[kind].arguments
         for name in given:
@@ -225,6 +231,8 @@ def parse_drafter(
 
 def _parse_name(name: str) -> dict[str, Any]:
     """The fields of a name that is a string."""
+    if name.startswith(NGRAM_FIRST):
+        return {"prompt_lookup_min": 2} | _parse_name(name.removeprefix(NGRAM_FIRST))
     if name.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             return dict(json.loads(name))
@@ -334,10 +342,11 @@ def load_drafter(
 
     `name` is one of these, tried in this order: a kind, such as `ngram`; `KIND:MODEL`, as in
     `draft_model:demo-draft`; a directory of a drafter, or a model for `load_model`, which makes a
-    `DraftModel`; `package.module:factory`, a function of the target or of nothing. Settings are
-    keyword arguments here; elsewhere they stand in a mapping or JSON object, such as `{"kind":
-    "heads", "model": "DIRECTORY", "tree": "4x4:16"}`. Where there is a model, the kind may be left
-    out: a directory says what it holds, and what is on the hub is a draft model.
+    `DraftModel`; `package.module:factory`, a function of the target or of nothing. `ngram+` before
+    the name of heads stands for a `prompt_lookup_min` of 2. Settings are keyword arguments here;
+    elsewhere they stand in a mapping or JSON object, such as `{"kind": "heads", "model":
+    "DIRECTORY", "tree": "4x4:16"}`. Where there is a model, the kind may be left out: a directory
+    says what it holds, and what is on the hub is a draft model.
 
     Weights of a drafter are a directory that `save_drafter` or `jaxspec train` wrote, or a
     directory or hub id in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt`

@@ -228,6 +228,16 @@ def assert_drafted(heads, reference, text, length, params, tokens, parents):
     assert paths == expected, f"after {length} tokens of {text}: {paths} instead of {expected}"
 
 
+def copied(text, num_tokens):
+    """What followed the latest of the longest earlier matches of 2 to 4 tokens, as far as a chain
+    of it goes."""
+    for size in (4, 3, 2):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:]:
+                return text[start + size :][: num_tokens if size == 4 else min(size, num_tokens)]
+    return []
+
+
 def check_rounds(heads, target, completions, all_params, *, weights=None):
     """What was drafted in every recorded round; returns how many drafts and which acceptances."""
     num_drafts, verdicts = 0, set()
@@ -247,6 +257,11 @@ def check_rounds(heads, target, completions, all_params, *, weights=None):
             if not drafted or room - length <= heads.config.num_heads:
                 continue
             drafts = tokens.token_id[index][1:][:drafted], tokens.parent[index][1:][:drafted]
+            found = copied(text[:length], heads.config.num_heads) if heads.ngram else []
+            if found:
+                assert [each.tolist() for each in drafts] == [found, list(range(-1, drafted - 1))]
+                verdicts.add(("copied", int(rounds.accepted[index])))
+                continue
             assert_drafted(heads, reference, text, length, params, *drafts)
             num_drafts += 1
             verdicts.add((int(rounds.accepted[index]), int(rounds.draft_depth[index])))
@@ -292,6 +307,49 @@ def test_every_draft_is_that_of_the_committed_tokens(target, plain, name, tree):
     assert any(accepted == 0 for accepted, _ in verdicts)
     assert any(0 < accepted < depth for accepted, depth in verdicts)
     assert not np.any(engine.executor.lags())
+
+
+REPEATING = [[1, 2, 3, 4, 5] * 4, [7, 7, 8, 7, 7, 9, 3], *PROMPTS[2:]]
+
+
+@pytest.mark.parametrize(("name", "tree"), [("clover", None), ("hydra", "chain")])
+def test_heads_draft_where_n_grams_find_nothing(target, name, tree):
+    alone = heads_named(name, target, tree)
+    heads = Heads(alone.config, alone.params, tree=tree, prompt_lookup_min=2)
+    assert heads.name == f"ngram:2-4+{alone.name}"
+    expected = Engine(target, **SMALL).generate(REPEATING, PARAMS)
+    engine = Engine(target, heads, trace="tokens", **SMALL)
+    found = engine.generate(REPEATING, PARAMS)
+    assert [c.token_ids for c in found] == [c.token_ids for c in expected]
+    num_drafts, verdicts = check_rounds(heads, target, found, PARAMS)
+    of_copies = {accepted for kind, accepted in verdicts if kind == "copied"}
+    assert num_drafts > 20
+    assert 0 in of_copies
+    assert max(of_copies) > 0
+    assert any(kind != "copied" and kind > 0 for kind, _ in verdicts)
+
+
+class NothingIsFound(Heads):
+    """Leaves all rows to the heads."""
+
+    def propose(self, shape, params, state, rows):
+        return self._propose(shape, params, state, rows), state
+
+
+def test_another_draft_than_the_copied_one_is_seen(target):
+    alone = heads_named("clover", target, None)
+    heads = NothingIsFound(alone.config, alone.params, prompt_lookup_min=2)
+    found = Engine(target, heads, trace="tokens", **SMALL).generate(REPEATING, PARAMS)
+    with pytest.raises(AssertionError):
+        check_rounds(heads, target, found, PARAMS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [None, "chain", STATIC], ids=["budget", "chain", "static"])
+def test_the_whole_battery_with_n_grams(target, tree):
+    alone = heads_named("clover", target, tree)
+    heads = Heads(alone.config, alone.params, tree=tree, prompt_lookup_min=2)
+    check_drafter(heads, target).assert_ok()
 
 
 # Sabotage: each of these is a bug that heads are known for. The comparison must see it.

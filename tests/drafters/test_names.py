@@ -82,6 +82,9 @@ def test_heads_are_named_by_their_directory(tmp_path, monkeypatch):
         "chain": None,
     }.items():
         assert load_drafter(path, TARGET, tree=name).tree == tree
+    assert make_drafter(f"ngram+{path}", TARGET).ngram == jaxspec.NGram(2, 4)
+    assert load_drafter(path, TARGET, prompt_lookup_min=3).ngram == jaxspec.NGram(3, 4)
+    assert make_drafter(str(path), TARGET).ngram is None
     with pytest.raises(CheckpointError, match="holds heads, not a drafter of kind flexdraft"):
         make_drafter(f"flexdraft:{path}", TARGET)
     with pytest.raises(SettingError, match="4 deep, and there are 2 heads"):
@@ -104,6 +107,10 @@ HEADS = {"kind": "heads", "model": "x"}
         ("x" * 5000, "There is no drafter 'xxx"),
         ("ngram:1-4", "model was given for the drafter ngram, which takes prompt_lookup_min"),
         ("ngram[4]", "There is no drafter 'ngram[4]'"),
+        ("ngram+demo-draft", "was given; ngram+ stands before the name of heads"),
+        ("ngram+none", "was given; ngram+ stands before the name of heads"),
+        ("ngram+", "was given; ngram+ stands before the name of heads"),
+        (HEADS | {"prompt_lookup_min": 0}, "prompt_lookup_min 0 and prompt_lookup_max 4 were"),
         ("draft_model[4x4:12]:/x", "and give settings as --drafter-args JSON"),
         ("heads", "The drafter heads was given without a model; write heads:MODEL"),
         ("heads:", "was given without a model"),

@@ -31,6 +31,7 @@ from jaxspec.drafters.growth import Grower, Growth, Level, count_levels
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
+from jaxspec.drafters.ngram import NGram
 from jaxspec.drafters.tree_names import named_tree
 from jaxspec.drafters.trees import BudgetTree, Tree
 from jaxspec.errors import ModelError, SettingError
@@ -128,22 +129,29 @@ class Heads(TrainedDrafter):
     A head whose logits are NaN proposes no nodes of a tree, and an arbitrary token of a chain; for
     verifiers that need its distribution it proposes as if it knew nothing.
 
+    With an `ngram`, a row whose last tokens occurred before gets the tokens that followed there,
+    and heads draft only for rows where it finds nothing: text that is copied is better drafted by
+    the one, and all other text by the others. SuffixDecoding (2411.04975) and a drafter are
+    combined in the same way. While something is found in all rows, no head runs.
+
     Attributes:
       config: architecture.
       params: as `heads.config.param_shapes` says, in the target's dtype.
       tree: a `BudgetTree`, `BeamTree` or `StaticTree`; None drafts chains.
       label: name of the weights, for reports; may be empty.
+      ngram: an `NGram` of one branch, or None.
       target: the model whose head they use; an engine fills it in (`for_target`).
 
     Raises:
       ModelError: the parameters are not those of `config`.
-      SettingError: the tree is deeper than there are heads.
+      SettingError: the tree is deeper than there are heads, or lengths of matches are out of range.
     """
 
     config: HeadsConfig
     params: PyTree = dataclasses.field(repr=False)
     tree: Tree | None
     label: str
+    ngram: NGram | None
     target: Model | None
 
     kind: ClassVar[str] = "heads"
@@ -158,10 +166,13 @@ class Heads(TrainedDrafter):
         params: PyTree,
         *,
         tree: Tree | str | int | None = None,
+        prompt_lookup_min: int | None = None,
+        prompt_lookup_max: int = NGram.prompt_lookup_max,
         name: str = "",
     ):
         """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains, and
-        others may be named, see `named_tree`."""
+        others may be named, see `named_tree`. With a `prompt_lookup_min` there is an `NGram` of
+        these lengths; 2 to 4 are best on Spec-Bench."""
         check_kind("config", config, HeadsConfig, "a HeadsConfig")
         name = text("name", name)
         self.check_params(config, params, name)
@@ -177,13 +188,24 @@ class Heads(TrainedDrafter):
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
                 f"{config.num_heads} heads, one for each level; make it shallower."
             )
-        self._set(config=config, params=params, tree=grown, label=name, target=None)
+        ngram = None
+        if prompt_lookup_min is not None:
+            ngram = NGram(prompt_lookup_min, prompt_lookup_max)
+        self._set(config=config, params=params, tree=grown, label=name, ngram=ngram, target=None)
 
     @staticmethod
-    def check_settings(*, tree: Any = None) -> None:
-        """Raises `SettingError` if there is no tree of this name."""
+    def check_settings(
+        *,
+        tree: Any = None,
+        prompt_lookup_min: Any = None,
+        prompt_lookup_max: Any = NGram.prompt_lookup_max,
+    ) -> None:
+        """Raises `SettingError` if there is no tree of this name, or lengths of matches are out of
+        range."""
         if isinstance(tree, str | int) and tree != "chain":
             named_tree(tree, most_levels=1)
+        if prompt_lookup_min is not None:
+            NGram(prompt_lookup_min, prompt_lookup_max)
 
     @staticmethod
     def param_dtype(path: tuple[str | int, ...], dtype: Any) -> jnp.dtype:
@@ -213,9 +235,11 @@ class Heads(TrainedDrafter):
 
     @property
     def name(self) -> str:
-        """`KIND[TREE]:LABEL`, such as `clover[budget:4]:demo-heads` or `medusa[chain]`."""
+        """`KIND[TREE]:LABEL`, such as `clover[budget:4]:demo-heads` or `medusa[chain]`; with an
+        `NGram` its name, a `+` and this."""
         tree = "chain" if self.tree is None else self.tree.name
-        return f"{self.config.kind}[{tree}]" + (f":{self.label}" if self.label else "")
+        own = f"{self.config.kind}[{tree}]" + (f":{self.label}" if self.label else "")
+        return own if self.ngram is None else f"{self.ngram.name}+{own}"
 
     @property
     def is_chain(self) -> bool:
@@ -490,15 +514,41 @@ class Heads(TrainedDrafter):
     def propose(self, shape, params, state: HeadsState, rows: BatchView):
         """A chain or a tree; as many levels as the most demanding row asks for, none after the last
         row's budget is spent, but on a GPU all that the window has room for. A row whose newest
-        feature was not seen gets no draft."""
+        feature was not seen gets no draft of heads."""
+        if self.ngram is None:
+            return self._propose(shape, params, state, rows), state
+        found, _ = self.ngram.propose(shape, (), (), rows)
+        num_found = found.num_valid
+        if rows.depth_limit is not None:
+            num_found = jnp.minimum(num_found, rows.depth_limit)
+        if self.max_depth is not None:
+            num_found = jnp.minimum(num_found, self.max_depth)
+        is_found = num_found > 0
+        others = rows.replace(draft_limit=jnp.where(is_found, 0, rows.draft_limit))
+        draft = self._propose(shape, params, state, others)
+        is_found = is_found[:, None]
+        q = draft.q
+        if q is not None:
+            one_hot = jax.nn.one_hot(found.tokens, q.shape[2], dtype=q.dtype)
+            q = jnp.where(is_found[..., None], one_hot, q)
+        draft = draft.replace(
+            tokens=jnp.where(is_found, found.tokens, draft.tokens),
+            parents=jnp.where(is_found, found.parents, draft.parents),
+            num_valid=jnp.where(is_found[:, 0], num_found, draft.num_valid),
+            q=q,
+        )
+        return draft, state
+
+    def _propose(
+        self, shape: EngineShape, params: PyTree, state: HeadsState, rows: BatchView
+    ) -> Draft:
+        """The draft of heads."""
         newest = jnp.take_along_axis(rows.tokens, rows.num_committed[:, None] - 1, axis=1)
         can_draft = state.is_ready & (state.num_seen == rows.num_committed - 1)
         if self.tree is None:
-            draft = self._propose_chain(shape, params, state.anchor, rows, newest, can_draft)
-        else:
-            tree = self.tree.within(shape.num_nodes)
-            draft = self._propose_tree(tree, shape, params, state.anchor, rows, newest, can_draft)
-        return draft, state
+            return self._propose_chain(shape, params, state.anchor, rows, newest, can_draft)
+        tree = self.tree.within(shape.num_nodes)
+        return self._propose_tree(tree, shape, params, state.anchor, rows, newest, can_draft)
 
     def _propose_chain(
         self,
