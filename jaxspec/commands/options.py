@@ -63,14 +63,15 @@ class DrafterOptions:
     """A draft model, named in the same way as the target, or a directory of a drafter."""
     drafter: str | None = None
     """What drafts: `none`, `ngram`, a kind with its weights, as in `draft_model:MODEL` or
-    `heads:MODEL` (MODEL is a directory or a hub id), or your own `package.module:factory`."""
+    `heads:MODEL` (MODEL is a directory or a hub id), `ngram+HEADS` (heads that draft where n-grams
+    find nothing), or your own `package.module:factory`."""
     drafter_args: str | None = None
     """Settings of the drafter, as a JSON object. Draft models have `tree` (`4x4:12` keeps the 12
     best nodes of a beam search of width 4 and depth 4), `min_confidence` (a draft ends after its
     first token with a lower probability), `kv_window` and `kv_sinks` (KV is kept only for so many
     newest and first positions) and `kv_dtype` (`int8`). ngram has `branches`, `prompt_lookup_min`
     and `prompt_lookup_max`. Heads have `tree` (`chain`, a number of nodes, `4x4:16`, or one of
-    Medusa's trees)."""
+    Medusa's trees) and, for n-grams in front, the last two of these."""
 
     @property
     def is_plain(self) -> bool:
