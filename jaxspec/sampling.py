@@ -36,7 +36,7 @@ _IMPL = "threefry2x32"
 BLOCK = 128  # committed tokens counted at a time
 NUM_PARTS = 8  # most parts into which a window is split for drawing
 SMALLEST_PART = 8  # fewest tokens of a part, over all rows
-CPU_BLOCK = 128  # logits of a block whose highest one is compared with those of others
+CPU_BLOCK = 128  # logits per block in `greedy_tokens`
 
 # Given numbers `[B, T, V]` and which of some sets of tokens are enough: `_lowest_kept`.
 AreEnough: TypeAlias = Callable[..., list[jax.Array]]
@@ -100,10 +100,10 @@ def uniform(keys: jax.Array) -> jax.Array:
 
 
 def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Index of the highest logit over the last axis (the first one on a tie), and whether it is
-    finite.
+    """Index of the highest logit over the last axis (the first one on a tie), and whether the
+    highest is finite and none is NaN.
 
-    On a CPU blocks are compared by their highest logits, so that all logits are read only once.
+    On a CPU blocks are compared by their highest logits, so that each logit is read only once.
     """
     *leading, size = logits.shape
     if size % CPU_BLOCK != 0 or size < CPU_BLOCK**2:
@@ -111,7 +111,7 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     def in_blocks(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
         blocks = logits.reshape(*leading, -1, CPU_BLOCK)
-        block, is_finite = _first_highest(jnp.max(blocks, axis=-1))
+        block, is_finite = _first_highest(highest_of(blocks))
         looked_at = jnp.take_along_axis(blocks, block[..., None, None], axis=-2)
         place, _ = _first_highest(looked_at[..., 0, :])
         return block * CPU_BLOCK + place, is_finite
@@ -122,10 +122,17 @@ def greedy_tokens(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _first_highest(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
     """See `greedy_tokens`. Two plain reductions instead of `argmax`, whose paired reduction XLA:CPU
     does not vectorise."""
-    highest = jnp.max(logits, axis=-1, keepdims=True)
+    highest = highest_of(logits)
     index = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-    first = jnp.min(jnp.where(logits == highest, index, logits.shape[-1] - 1), axis=-1)
-    return first, jnp.isfinite(highest[..., 0])
+    is_highest = logits == highest[..., None]
+    first = jnp.min(jnp.where(is_highest, index, logits.shape[-1] - 1), axis=-1)
+    return first, jnp.isfinite(highest)
+
+
+def highest_of(logits: jax.Array) -> jax.Array:
+    """The highest logit over the last axis; infinity where one is NaN, which the maximum of XLA:CPU
+    passes over in long rows."""
+    return jnp.max(jnp.where(jnp.isnan(logits), jnp.inf, logits), axis=-1)
 
 
 def of_tokens(values: jax.Array, tokens: jax.Array) -> jax.Array:
@@ -546,6 +553,15 @@ def fit_vocabulary(logits: jax.Array, vocab_size: int) -> jax.Array:
     return jnp.pad(logits, padding, constant_values=-jnp.inf)
 
 
+def over_vocabulary(logits: jax.Array, token_map: jax.Array | None, vocab_size: int) -> jax.Array:
+    """A drafter's logits `[..., N]` of the tokens of a map `[N]` int32, as fp32 logits `[..., V]`
+    over the target's token ids: all others get -inf. Without a map, see `fit_vocabulary`."""
+    if token_map is None:
+        return fit_vocabulary(logits, vocab_size)
+    none = jnp.full((*logits.shape[:-1], vocab_size), -jnp.inf, jnp.float32)
+    return none.at[..., token_map].set(logits.astype(jnp.float32))
+
+
 def without_nan(logits: jax.Array) -> jax.Array:
     """A drafter's logits `[..., V]` unchanged, or all zero if one of them is NaN or +inf. A token
     with logit -inf is never proposed."""
@@ -580,6 +596,7 @@ def draw_draft(
     needs_probs: bool,
     needs_greedy_probs: bool = False,
     needs_confidence: bool = False,
+    token_map: jax.Array | None = None,
 ) -> DraftToken:
     """A chain drafter's token for `node`, drawn as the row draws its own tokens.
 
@@ -593,9 +610,15 @@ def draw_draft(
       needs_probs: whether to return the distribution that the token was drawn from.
       needs_greedy_probs: whether to return it for greedy rows too, at temperature 1.
       needs_confidence: whether to return the token's probability.
+      token_map: `[V']` int32, the tokens that the logits are of, if not the first V'. Only what is
+        drawn by noise or returned as a distribution is then spread over the vocabulary.
     """
-    logits = fit_vocabulary(logits, vocab_size)
+    if token_map is None:
+        logits = fit_vocabulary(logits, vocab_size)
     greedy, _ = greedy_tokens(logits)
+    if token_map is not None:
+        greedy = token_map[greedy]
+    of_all_tokens = functools.partial(over_vocabulary, logits, token_map, vocab_size)
 
     def draw():
         prefix = DraftContext(
@@ -603,7 +626,7 @@ def draw_draft(
             is_before=(jnp.arange(drafted.shape[1], dtype=jnp.int32) < node)[None, None],
             position=(rows.num_committed + node)[:, None],
         )
-        adjusted = adjust(logits[:, None], rows, prefix)
+        adjusted = adjust(of_all_tokens()[:, None], rows, prefix)
         drawn_from = filtered_logits(adjusted, rows.sampling)
         if is_noise_shared:
             keys = position_keys(rows.sampling, prefix.position)
@@ -619,11 +642,12 @@ def draw_draft(
 
     def take_highest():
         distribution = None
-        if needs_probs:
-            distribution = jnp.zeros_like(logits)
-            if needs_greedy_probs:
-                distribution = sums.softmax(filtered_logits(logits[:, None], rows.sampling)[:, 0])
-        return greedy, distribution, logits if needs_confidence else None
+        if needs_greedy_probs and needs_probs:
+            filtered = filtered_logits(of_all_tokens()[:, None], rows.sampling)
+            distribution = sums.softmax(filtered[:, 0])
+        elif needs_probs:
+            distribution = jnp.zeros((logits.shape[0], vocab_size), jnp.float32)
+        return greedy, distribution, of_all_tokens() if needs_confidence else None
 
     token, distribution, unnormalised = lax.cond(is_greedy(rows), take_highest, draw)
     confidence = None

@@ -7,6 +7,7 @@ import functools
 import json
 import pathlib
 import re
+import statistics
 
 from jaxspec.audit.controls.faults import FAULTS
 
@@ -571,25 +572,49 @@ def ngram_counts(runs):
     return [f"{emitted / rounds:.2f}", f"{drafted / rounds:.2f}", share(accepted / drafted)]
 
 
-@of("smollm2-clover-cpu.json")
-def real_heads(found):
-    def emitted(prompts, label):
-        tokens, rounds = (sum(one[name][label] for one in prompts) for name in ("tokens", "rounds"))
-        return f"{tokens / rounds:.2f}"
+REAL_DRAFTERS = [f"smollm2-clover-cpu.json#batch {size}" for size in (1, 4, 8)]
 
+
+@of(REAL_DRAFTERS[0])
+def real_heads(found):
+    """Tokens per round by task, at batch 1."""
     prompts = found["comparison"]["prompts"]
     tasks = dict.fromkeys(one["category"] for one in prompts)
     rows = []
     for own in found["comparison"]["candidates"]:
-        label = own["label"]
-        row = [{"none": "plain", "ngram": "n-grams"}.get(label, label)]
+        row = [drafter_of(own)]
         for task in tasks:
-            row.append(emitted([one for one in prompts if one["category"] == task], label))
-        low, median, high = sorted(own["speedup"])
-        speed = f"{times(median)} ({low:.2f} to {high:.2f})"
-        rows.append([*row, emitted(prompts, label), speed])
-    names = [task.replace("_", " ") for task in tasks]
-    return ["tokens per round", *names, "all", "speed over plain"], rows
+            of_task = [one for one in prompts if one["category"] == task]
+            row.append(emitted_per_round(of_task, own["label"]))
+        rows.append([*row, emitted_per_round(prompts, own["label"])])
+    return ["tokens per round", *(task.replace("_", " ") for task in tasks), "all"], rows
+
+
+@of(*REAL_DRAFTERS)
+def real_drafters(*found):
+    """Speeds at every batch size."""
+    by_batch = [one["comparison"] for one in found]
+    rows = []
+    for candidates in zip(*(each["candidates"] for each in by_batch), strict=True):
+        own = candidates[0]
+        row = [drafter_of(own), emitted_per_round(by_batch[0]["prompts"], own["label"])]
+        for each in candidates:
+            low, *_, high = sorted(each["speedup"])
+            speed = statistics.median(each["tokens_per_s"])
+            ratio = f"{times(statistics.median(each['speedup']))} ({low:.2f} to {high:.2f})"
+            row.append(f"{speed:.0f}" + ("" if own["label"] == "none" else f", {ratio}"))
+        rows.append(row)
+    batches = (f"batch {size}" for size in (1, 4, 8))
+    return ["tokens/s, and over plain", "tokens per round", *batches], rows
+
+
+def drafter_of(candidate):
+    return {"none": "plain", "ngram": "n-grams"}.get(candidate["label"], candidate["label"])
+
+
+def emitted_per_round(prompts, label):
+    tokens, rounds = (sum(one[name][label] for one in prompts) for name in ("tokens", "rounds"))
+    return f"{tokens / rounds:.2f}"
 
 
 @of("demo-cpu.json")

@@ -71,7 +71,7 @@ class DrafterOptions:
     first token with a lower probability), `kv_window` and `kv_sinks` (KV is kept only for so many
     newest and first positions) and `kv_dtype` (`int8`). ngram has `branches`, `prompt_lookup_min`
     and `prompt_lookup_max`. Heads have `tree` (`chain`, a number of nodes, `4x4:16`, or one of
-    Medusa's trees) and, for n-grams in front, the last two of these."""
+    Medusa's trees) and, for n-grams in front, `prompt_lookup_min` and `prompt_lookup_max`."""
 
     @property
     def is_plain(self) -> bool:

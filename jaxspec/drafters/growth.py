@@ -13,6 +13,7 @@ All children are candidates; the tree chooses which of them become the draft's n
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -33,6 +34,7 @@ from jaxspec.sampling import (
     gumbel,
     is_greedy,
     is_penalised,
+    over_vocabulary,
     position_keys,
     round_keys,
 )
@@ -115,6 +117,8 @@ class Grower:
         heads hardly.
       sampled_sharpness: the same for a sampled row.
       kernels: used to find the highest scores.
+      token_map: `[V']` int32, the tokens that logits are of; None is the first V'. Only what is
+        drawn by noise or returned as a distribution is spread over the vocabulary.
     """
 
     tree: Tree
@@ -124,6 +128,7 @@ class Grower:
     greedy_sharpness: float = 1.0
     sampled_sharpness: float = 1.0
     kernels: Kernels = XLA
+    token_map: jax.Array | None = None
 
     def start(self) -> Growth:
         """A growth without nodes."""
@@ -195,7 +200,8 @@ class Grower:
             are the same after each of them.
           value: `[B, n]` fp32, the value of the paths to them.
         """
-        logits = fit_vocabulary(logits, self.shape.vocab_size)
+        if self.token_map is None:
+            logits = fit_vocabulary(logits, self.shape.vocab_size)
         num_nodes, num_alike = value.shape[1], value.shape[1] // logits.shape[1]
 
         def choose_once() -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -231,7 +237,7 @@ class Grower:
         """The best children of the first n nodes that a level expands, `[B, n, W]`: tokens, the
         logarithms of their shares of their parents' value, and q `[B, n, V]` or None.
 
-        `logits` are `[B, n, V]` fp32.
+        `logits` are `[B, n, V']` fp32.
         """
         num_rows, num_nodes = logits.shape[:2]
         offset = 1 + jnp.arange(num_offsets(self.tree), dtype=jnp.int32)
@@ -245,7 +251,9 @@ class Grower:
         )
         numbers = self.tree.key_numbers(level)[None, :num_nodes]
         numbers = jnp.broadcast_to(numbers, (num_rows, num_nodes))
-        best, q = _draw(logits, self.rows, context, numbers, self.shape, self._highest)
+        best, q = _draw(
+            logits, self.rows, context, numbers, self.shape, self._highest, self.token_map
+        )
         if not self.tree.ranks_paths:
             share = jnp.where(jnp.isfinite(best.scores), jnp.float32(0), -jnp.inf)
             return best.places, share, q
@@ -298,27 +306,30 @@ def _draw(
     numbers: jax.Array,
     shape: EngineShape,
     choose: Callable[[jax.Array], Highest],
+    token_map: jax.Array | None,
 ) -> tuple[Highest, jax.Array | None]:
-    """What `choose` returns for the scores `[B, n, V]` fp32 of the children of n nodes, and q `[B,
-    n, V]`.
+    """What `choose` returns for the scores `[B, n, V]` fp32 of the children of n nodes, with tokens
+    as its places, and q `[B, n, V]`.
 
     A sampled row's scores are log-probabilities plus Gumbel noise: the highest one is a sample, and
     in descending order they are samples without replacement. If noise is shared, all nodes of a
     depth use the noise with which the target will draw the token at that position.
 
     Args:
-      logits: `[B, n, V]` fp32.
+      logits: `[B, n, V']` fp32, of the tokens of the map.
       rows: the batch.
       context: that of the n tokens to be drawn.
       numbers: `[B, n]` int32, numbers that key the noise if it is not shared.
       shape: used for `is_noise_shared`, `needs_draft_probs` and `needs_greedy_probs`.
       choose: called where the scores are computed, so that XLA need not copy them out of a
         conditional.
+      token_map: see `Grower`.
     """
-    vocab_size = logits.shape[-1]
+    vocab_size = shape.vocab_size
+    of_all_tokens = functools.partial(over_vocabulary, logits, token_map, vocab_size)
 
     def draw():
-        adjusted = adjust(logits, rows, context)
+        adjusted = adjust(of_all_tokens(), rows, context)
         drawn_from = filtered_logits(adjusted, rows.sampling)
         if shape.is_noise_shared:
             keys = position_keys(rows.sampling, context.position[:, :1])
@@ -332,10 +343,11 @@ def _draw(
     def take_highest():
         q = None
         if shape.needs_greedy_probs:
-            q = sums.softmax(filtered_logits(logits, rows.sampling))
+            q = sums.softmax(filtered_logits(of_all_tokens(), rows.sampling))
         elif shape.needs_draft_probs:
-            q = jnp.zeros_like(logits)
-        return choose(logits), q
+            q = jnp.zeros((*logits.shape[:-1], vocab_size), jnp.float32)
+        best = choose(logits)
+        return best if token_map is None else best._replace(places=token_map[best.places]), q
 
     return lax.cond(is_greedy(rows), take_highest, draw)
 

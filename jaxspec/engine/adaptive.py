@@ -9,7 +9,8 @@ t of its own; the controller picks the variant together with n. It estimates `a_
 rows, and forgets old rounds slowly. Round times are measured on empty rows, with the engine's own
 programs, and corrected by the rounds that requests run (`engine.round_times`). Rounds compute their
 padding, so they cost the same however many rows are running, and whatever was found to draft: on
-empty rows an n-gram drafter finds nothing.
+empty rows an n-gram drafter finds nothing. (In front of heads it finds what such a row repeats, and
+the heads rest; what they cost is learnt from the rounds of requests.)
 
 For a tree, n is the number of nodes. Nodes are ordered by their worth, so what n of them would have
 emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be

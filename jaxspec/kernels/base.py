@@ -295,8 +295,9 @@ class Kernels:
         data = plain.reshape(len(plain), -1)
         return PackedWeight(data=data, shape=plain.shape, num_input_axes=num_input_axes)
 
-    def product_for(self, window: Window) -> Product:
-        """The product for the tokens of a window; by default `product`."""
+    def product_for(self, num_live: jax.Array | None) -> Product:
+        """The product for x `[B, T, ...]` of which only the first `num_live` `[B]` int32 entries of
+        each row are needed (all if None); by default `product`."""
         return self.product
 
     def attend(

@@ -192,11 +192,14 @@ def parse_drafter(
     Raises:
       SettingError: it names none, or its arguments are not those of its kind.
     """
+    has_ngram = isinstance(drafter, str) and drafter.startswith(NGRAM_FIRST)
     if isinstance(drafter, str):
-        given = _parse_name(drafter)
+        given = _parse_name(drafter.removeprefix(NGRAM_FIRST))
     else:
         given = dict(drafter)
     given |= arguments or {}
+    if has_ngram:
+        given.setdefault("prompt_lookup_min", 2)
     if "kind" not in given and "model" not in given:
         raise SettingError(
             f"The drafter {drafter!r} was given without a kind; add one of {', '.join(KINDS)}, as "
@@ -206,10 +209,10 @@ def parse_drafter(
         raise refusal("model", given["model"], "a name or a path")
     named = given.pop("kind", None)
     kind = _kind_of_weights(given["model"]) if named is None else text("kind", named)
-    if isinstance(drafter, str) and drafter.startswith(NGRAM_FIRST) and kind != Heads.kind:
+    if has_ngram and kind != Heads.kind:
         raise SettingError(
-            f"The drafter {drafter!r} was given; {NGRAM_FIRST} stands before the name of heads, "
-            "which draft where n-grams find nothing, so give heads, or leave it out."
+            f"The drafter {drafter!r} was given, and only heads can follow {NGRAM_FIRST}; write "
+            f"{NGRAM_FIRST}heads:MODEL, or leave {NGRAM_FIRST} out."
         )
     if kind in KINDS:
         known = KINDS[kind].arguments
@@ -231,8 +234,6 @@ def parse_drafter(
 
 def _parse_name(name: str) -> dict[str, Any]:
     """The fields of a name that is a string."""
-    if name.startswith(NGRAM_FIRST):
-        return {"prompt_lookup_min": 2} | _parse_name(name.removeprefix(NGRAM_FIRST))
     if name.startswith("{"):
         with contextlib.suppress(ValueError, RecursionError):
             return dict(json.loads(name))

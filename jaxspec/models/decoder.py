@@ -281,7 +281,7 @@ def run_layers(
     """
     stop = config.num_layers if stop is None else stop
     angles = layers.rotary_angles(config.rope, window.positions)
-    product = kernels.product_for(window)
+    product = kernels.product_for(window.num_live)
     for index in range(start, stop):
         layer = params["layers"][index]
         hidden, cache = _run_attention(
@@ -321,7 +321,7 @@ def _run_attention(
         )
         return heads
 
-    hidden = layers.attention(config, layer, hidden, attend, kernels.product_for(window))
+    hidden = layers.attention(config, layer, hidden, attend, kernels.product_for(window.num_live))
     return hidden, cache.replace(layers=tuple(written))
 
 
@@ -362,7 +362,7 @@ def run_dual_layers(
     if mask_window.num_live is not None:  # mask rows come last: before them everything is computed
         num_live = mask_window.num_live
         num_live = jnp.where(num_live > 0, num_own + num_live, 0)
-        product = kernels.product_for(mask_window.replace(num_live=num_live))
+        product = kernels.product_for(num_live)
     for index in range(start, config.num_layers):
         layer = params["layers"][index]
         hidden, cache = _run_attention(
@@ -395,7 +395,7 @@ def head(
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, which are normed
     first unless they already are. Tokens outside of a draft vocabulary have -inf. The padding of a
     `window` may be left out."""
-    product = kernels.product if window is None else kernels.product_for(window)
+    product = kernels.product_for(None if window is None else window.num_live)
     logits = product(
         hidden,
         head_weight(params),

@@ -101,6 +101,9 @@ def as_json(value: Any) -> Any:
 
 def public_name(name: str) -> str:
     """A model's, drafter's or file's name without the directories of this machine."""
-    kind, colon, rest = name.rpartition(":")
-    path = pathlib.Path(rest)
-    return f"{kind}{colon}{path.name}" if path.exists() else name
+    for mark in (":", "+"):  # as in `heads:DIRECTORY` and `ngram+DIRECTORY`
+        front, mark, rest = name.rpartition(mark)
+        path = pathlib.Path(rest)
+        if path.exists():
+            return f"{front}{mark}{path.name}"
+    return name

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.drafters.heads.config import HeadsConfig
-from jaxspec.drafters.heads.formulas import own_logits
+from jaxspec.drafters.heads.formulas import head_logits
 from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
@@ -205,7 +205,7 @@ def _ranks(
     features = last_features(target_config, target_params, batch)
     ranks = []
     for index, made in enumerate(run_heads(config, params, target, features, batch, token_map)):
-        logits = without_nan(own_logits(config, params, target, index, made.hidden))
+        logits = without_nan(head_logits(config, params, target, index, made.hidden))
         rank = rank_of(logits, jnp.maximum(made.labels, 0))
         ranks.append(jnp.where(made.labels < 0, NUM_RANKS, rank))
     return jnp.minimum(jnp.stack(ranks, axis=-1), NUM_RANKS)

@@ -27,7 +27,7 @@ from jaxspec.drafters.heads.config import (
     param_shapes,
 )
 from jaxspec.drafters.heads.drafter import Heads
-from jaxspec.drafters.heads.formulas import Params, own_logits
+from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
@@ -236,7 +236,7 @@ class HeadsLoss:
         loss, metrics = jnp.zeros((), jnp.float32), {}
         outputs = run_heads(config, params, target, features, batch, token_map)
         for index, made in enumerate(outputs):
-            logits = own_logits(config, params, target, index, made.hidden)
+            logits = head_logits(config, params, target, index, made.hidden)
             labels, weights = made.labels, jnp.where(made.labels < 0, 0.0, made.weights)
             if regressed is None or distribution is None:
                 losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

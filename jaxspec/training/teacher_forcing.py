@@ -31,7 +31,7 @@ class HeadOutput(NamedTuple):
     """The output of one head for a batch.
 
     Attributes:
-      hidden: `[B, T, E]`, from which `own_logits` computes logits.
+      hidden: `[B, T, E]`, from which `head_logits` computes logits.
       labels: `[B, T]` int32, the token that the head should propose at each anchor, or its place in
         the token map, -1 if it is not there.
       weights: `[B, T]` fp32, 1 where that token belongs to the anchor's text and the target wrote

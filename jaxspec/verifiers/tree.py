@@ -42,7 +42,7 @@ def verify_tree(
         weights = jnp.where(jnp.any(weights > 0, axis=1, keepdims=True), weights, at_node(p, after))
         keys = sampling.round_keys(rows, after[:, None], sampling.Stream.RESIDUAL)
         next_token = sampling.draw_weighted(keys[:, 0], weights)
-        is_finite = jnp.isfinite(jnp.max(at_node(logits, after), axis=1))
+        is_finite = jnp.isfinite(sampling.highest_of(at_node(logits, after)))
         num_accepted = jnp.sum(path >= 0, axis=1, dtype=jnp.int32)
         return Verdict(
             num_accepted=jnp.where(is_sampled, num_accepted, verdict.num_accepted),

@@ -385,7 +385,9 @@ class WrongPath(Heads):
 
     def _scorer(self, shape, params, anchor, num_heads, wanted):
         score = super()._scorer(shape, params, anchor, num_heads, wanted)
-        return lambda index, hidden, tokens: score(index, hidden, jnp.roll(tokens, 1, axis=-1))
+        return lambda index, hidden, tokens, num_live: score(
+            index, hidden, jnp.roll(tokens, 1, axis=-1), num_live
+        )
 
 
 class WrongEntry(Heads):
@@ -637,9 +639,9 @@ def test_heads_after_a_spent_budget_are_not_computed(target, tree, expected):
         def _scorer(self, shape, params, anchor, num_heads, wanted):
             score = super()._scorer(shape, params, anchor, num_heads, wanted)
 
-            def note(index, hidden, tokens):
+            def note(index, *inputs):
                 jax.debug.callback(lambda: computed.append(index))
-                return score(index, hidden, tokens)
+                return score(index, *inputs)
 
             return note
 
@@ -679,7 +681,7 @@ def test_heads_that_do_not_fit_are_refused(target):
          r"heads weights have nothing at params\['heads'\]\[1\]"),
         (SettingError, lambda: make(tree=deep), "static:4 is 4 deep, and there are 3 heads"),
         (SettingError, lambda: make(tree=BeamTree(width=70, depth=1, nodes=4)),
-         "nodes of 70 children, and calm0 has 61 tokens"),
+         "nodes of 70 children, and these heads propose 61 tokens"),
         (SettingError, lambda: engine(heads, draft_length=4), r"4 was given, and medusa\[chain\]"),
         (ModelError, lambda: heads.check(Headless()),
          "headless has no final_norm, head, head_rows; add them"),

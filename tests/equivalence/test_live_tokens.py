@@ -39,15 +39,15 @@ class SpoilingKernels(cpu.NativeKernels):
         flat = made.reshape(-1, made.shape[-1])
         return jnp.where(is_live, flat, jnp.asarray(jnp.nan, made.dtype)).reshape(made.shape)
 
-    def product_for(self, window):
-        right = super().product_for(window)
+    def product_for(self, num_live):
+        right = super().product_for(num_live)
 
         def product(x, weight, **settings):
             made = right(x, weight, **settings)
-            if window.num_live is None:
+            if num_live is None:
                 return made
             flat = made.reshape(*made.shape[: x.ndim - 1 - settings.get("is_gated", False)], -1)
-            return self._spoil(flat, window.num_live).reshape(made.shape)
+            return self._spoil(flat, num_live).reshape(made.shape)
 
         return product
 

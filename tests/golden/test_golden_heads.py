@@ -20,6 +20,7 @@ from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import TargetParts
 from jaxspec.load.drafters import load_drafter
+from jaxspec.sampling import over_vocabulary
 
 HERE = Path(__file__).parent / "heads"
 TOLERANCE = 1e-4
@@ -65,7 +66,9 @@ def largest_difference(heads: Heads, arrays: dict[str, np.ndarray]) -> float:
     for index, expected in enumerate(arrays["logits"]):
         settings = heads.config, heads.params, UNUSED, index
         output = formulas.apply_head(*settings, hidden, no_tokens)[1]
-        found = np.asarray(formulas.head_logits(*settings, output))
+        made = formulas.head_logits(*settings, output)
+        token_map = heads.params.get("token_map")
+        found = np.asarray(over_vocabulary(made, token_map, heads.config.vocab_size))
         is_there = np.isfinite(expected)
         assert (np.isfinite(found) == is_there).all()
         differences.append(np.abs(found[is_there] - expected[is_there]).max())

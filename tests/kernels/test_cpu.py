@@ -795,6 +795,14 @@ def test_moves_by_a_page_outside_the_cache_are_refused():
         jax.block_until_ready(native.move_within(cache.layers, cache.table + 1, slots, slots + 1))
 
 
+@pytest.mark.parametrize(("num_source", "num_target"), [((3, 1), (3, 1)), ((2, 2), (2, 1))])
+def test_moves_of_other_rows_than_the_tables_are_refused(num_source, num_target):
+    cache = filled_cache(jnp.float32)
+    source, target = jnp.zeros(num_source, jnp.int32), jnp.ones(num_target, jnp.int32)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="are not of the table's rows"):
+        jax.block_until_ready(native.move_within(cache.layers, cache.table, source, target))
+
+
 def test_where_they_cannot_be_used_that_is_announced_once(monkeypatch, caplog):
     assert environment.devices()["kernels_fallback"] is None
     monkeypatch.setattr(native, "problem", lambda: "the compiler is on holiday")

@@ -130,9 +130,9 @@ class Heads(TrainedDrafter):
     verifiers that need its distribution it proposes as if it knew nothing.
 
     With an `ngram`, a row whose last tokens occurred before gets the tokens that followed there,
-    and heads draft only for rows where it finds nothing: text that is copied is better drafted by
-    the one, and all other text by the others. SuffixDecoding (2411.04975) and a drafter are
-    combined in the same way. While something is found in all rows, no head runs.
+    and heads draft only for rows where it finds nothing: n-grams draft copied text better, heads
+    all other text. Suffix decoding (2411.04975) is combined with other drafters in the same way. On
+    a CPU no head runs while n-grams find something in all rows.
 
     Attributes:
       config: architecture.
@@ -167,12 +167,12 @@ class Heads(TrainedDrafter):
         *,
         tree: Tree | str | int | None = None,
         prompt_lookup_min: int | None = None,
-        prompt_lookup_max: int = NGram.prompt_lookup_max,
+        prompt_lookup_max: int | None = None,
         name: str = "",
     ):
         """See the class; `tree` None is Clover's tree of four nodes, `"chain"` drafts chains, and
         others may be named, see `named_tree`. With a `prompt_lookup_min` there is an `NGram` of
-        these lengths; 2 to 4 are best on Spec-Bench."""
+        these lengths, at most 4 by default."""
         check_kind("config", config, HeadsConfig, "a HeadsConfig")
         name = text("name", name)
         self.check_params(config, params, name)
@@ -188,24 +188,18 @@ class Heads(TrainedDrafter):
                 f"The tree {grown.name} is {grown.max_depth} deep, and there are "
                 f"{config.num_heads} heads, one for each level; make it shallower."
             )
-        ngram = None
-        if prompt_lookup_min is not None:
-            ngram = NGram(prompt_lookup_min, prompt_lookup_max)
+        ngram = ngram_of(prompt_lookup_min, prompt_lookup_max)
         self._set(config=config, params=params, tree=grown, label=name, ngram=ngram, target=None)
 
     @staticmethod
     def check_settings(
-        *,
-        tree: Any = None,
-        prompt_lookup_min: Any = None,
-        prompt_lookup_max: Any = NGram.prompt_lookup_max,
+        *, tree: Any = None, prompt_lookup_min: Any = None, prompt_lookup_max: Any = None
     ) -> None:
         """Raises `SettingError` if there is no tree of this name, or lengths of matches are out of
         range."""
         if isinstance(tree, str | int) and tree != "chain":
             named_tree(tree, most_levels=1)
-        if prompt_lookup_min is not None:
-            NGram(prompt_lookup_min, prompt_lookup_max)
+        ngram_of(prompt_lookup_min, prompt_lookup_max)
 
     @staticmethod
     def param_dtype(path: tuple[str | int, ...], dtype: Any) -> jnp.dtype:
@@ -267,10 +261,11 @@ class Heads(TrainedDrafter):
         dtype = self.fit(self.config, target, self.name)
         if self._dtype != dtype:
             raise _other_size(self.name, target, "dtype", self._dtype, dtype)
-        if self.tree is not None and self.tree.num_children > target.vocab_size:
+        num_tokens = self.config.num_head_tokens or self.config.vocab_size
+        if self.tree is not None and self.tree.num_children > num_tokens:
             raise SettingError(
                 f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
-                f"{target.name} has {target.vocab_size} tokens; make it narrower."
+                f"these heads propose {num_tokens} tokens; make it narrower."
             )
 
     def for_target(self, target: Model) -> Heads:
@@ -321,15 +316,16 @@ class Heads(TrainedDrafter):
     def _dtype(self) -> jnp.dtype:
         return jax.tree.leaves(self.params)[0].dtype
 
-    def _parts(self, params: PyTree) -> TargetParts:
-        """The target's parts with its parameters in them; `params` as `propose` gets them."""
+    def _parts(self, params: PyTree, num_live: jax.Array | None = None) -> TargetParts:
+        """The target's parts with its parameters in them; `params` as `propose` gets them,
+        `num_live` as in `Kernels.product_for`."""
         if not isinstance(self.target, HeadedModel):
             raise ModelError(
                 f"The heads {self.name} were used without a target; take those that "
                 "for_target(target) returns."
             )
         own, target_params = params["own"], params["target"]
-        product = self._kernels.product
+        product = self._kernels.product_for(num_live)
         head = functools.partial(self.target.head, target_params)
         if "head_columns" in own:
             head = functools.partial(product, weight=own["head_columns"], dtype=jnp.float32)
@@ -518,11 +514,9 @@ class Heads(TrainedDrafter):
         if self.ngram is None:
             return self._propose(shape, params, state, rows), state
         found, _ = self.ngram.propose(shape, (), (), rows)
-        num_found = found.num_valid
+        num_found = jnp.minimum(found.num_valid, self.max_depth or self.num_nodes)
         if rows.depth_limit is not None:
             num_found = jnp.minimum(num_found, rows.depth_limit)
-        if self.max_depth is not None:
-            num_found = jnp.minimum(num_found, self.max_depth)
         is_found = num_found > 0
         others = rows.replace(draft_limit=jnp.where(is_found, 0, rows.draft_limit))
         draft = self._propose(shape, params, state, others)
@@ -562,6 +556,7 @@ class Heads(TrainedDrafter):
         num_rows, num_nodes = newest.shape[0], min(shape.num_nodes, self.config.num_heads)
         wanted = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         score = self._scorer(shape, params, anchor, num_nodes, wanted)
+        token_map = params["own"].get("token_map")
         q = None
         if shape.needs_draft_probs:
             q = jnp.zeros((num_rows, shape.num_nodes, shape.vocab_size), jnp.float32)
@@ -570,7 +565,7 @@ class Heads(TrainedDrafter):
         def draw(node: int, carry):
             hidden, tokens, q = carry
             path = jnp.concatenate([newest, tokens[:, :node]], axis=1)
-            hidden, logits = score(node, hidden, path)
+            hidden, logits = score(node, hidden, path, (node < wanted).astype(jnp.int32))
             drawn = draw_draft(
                 without_nan(logits) if shape.needs_draft_probs else logits,
                 rows,
@@ -580,6 +575,7 @@ class Heads(TrainedDrafter):
                 is_noise_shared=shape.is_noise_shared,
                 needs_probs=shape.needs_draft_probs,
                 needs_greedy_probs=shape.needs_greedy_probs,
+                token_map=token_map,
             )
             if q is not None:
                 q = q.at[:, node].set(drawn.distribution)
@@ -613,15 +609,18 @@ class Heads(TrainedDrafter):
             rows=rows,
             num_levels=num_levels,
             kernels=self._kernels,
+            token_map=params["own"].get("token_map"),
         )
 
         def grow(level: int, carry: tuple[Growth, Expanded]) -> tuple[Growth, Expanded]:
             growth, nodes = carry
             count = tree.num_expanded_by(level)
-            path = nodes.path[:, :count, : level + 1]
-            hidden, logits = score(level, nodes.hidden[:, :count], path)
+            path, value = nodes.path[:, :count, : level + 1], nodes.value[:, :count]
+            is_node = jnp.isfinite(value) & grower.is_wanted(growth, level)[:, None]
+            num_live = jnp.max(jnp.where(is_node, 1 + jnp.arange(count)[None], 0), axis=1)
+            hidden, logits = score(level, nodes.hidden[:, :count], path, num_live)
             logits = without_nan(logits) if shape.needs_draft_probs else logits
-            growth = grower.add_children(growth, level, logits, nodes.value[:, :count])
+            growth = grower.add_children(growth, level, logits, value)
             if level + 1 == tree.max_depth:
                 return growth, nodes
             # Chosen here and not by the next level, whose gathers XLA would fuse with the choice,
@@ -642,21 +641,27 @@ class Heads(TrainedDrafter):
         anchor: jax.Array,
         num_heads: int,
         wanted: jax.Array,
-    ) -> Callable[[int, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]:
-        """A function of a head's index, hidden states `[..., E]` and the tokens so far
-        `[..., index + 1]` that returns the hidden states for the next head and logits `[..., V]`.
+    ) -> Callable[..., tuple[jax.Array, jax.Array]]:
+        """A function of a head's index, hidden states `[B, ..., E]`, the tokens so far
+        `[B, ..., index + 1]` and how many of each row's states are needed, the first `[B]` int32,
+        that returns the hidden states for the next head and logits `[B, ..., V']`; what is not
+        needed may be anything. V' are the tokens of the map if there is one.
 
         Heads that do not read tokens are the same for all nodes of a level, and their logits are
-        `[B, 1, V]`: all of them are computed at once, if some row has `wanted` `[B]` any.
+        `[B, 1, V']`: all of them are computed at once, if some row has `wanted` `[B]` any.
         """
-        config, own, parts = self.config, params["own"], self._parts(params)
+        config, own = self.config, params["own"]
 
-        def run(index: int, hidden: jax.Array, tokens: jax.Array):
+        def run(index: int, hidden: jax.Array, tokens: jax.Array, num_live: jax.Array):
+            # A verifier that needs distributions may look at those of what is not needed.
+            parts = self._parts(params, None if shape.needs_draft_probs else num_live)
             hidden, output = formulas.apply_head(config, own, parts, index, hidden, tokens)
             return hidden, formulas.head_logits(config, own, parts, index, output)
 
         if config.is_regressive:
             return run
+
+        parts = self._parts(params)
 
         def run_all(_):
             no_tokens = jnp.zeros((anchor.shape[0], 1), jnp.int32)
@@ -665,18 +670,17 @@ class Heads(TrainedDrafter):
                 for index in range(num_heads)
             ]
             if config.shares_head:  # one product, which reads the head once
-                logits = parts.head(jnp.stack(outputs, axis=1))
-                return formulas.over_vocabulary(config, own, logits)
+                return parts.head(jnp.stack(outputs, axis=1))
             made = [
                 formulas.head_logits(config, own, parts, index, output)
                 for index, output in enumerate(outputs)
             ]
             return jnp.stack(made, axis=1)
 
-        nothing = jnp.zeros((anchor.shape[0], num_heads, config.vocab_size), jnp.float32)
-        every = if_any(shape, wanted > 0, run_all, nothing)
+        size = (anchor.shape[0], num_heads, config.num_head_tokens or config.vocab_size)
+        every = if_any(shape, wanted > 0, run_all, jnp.zeros(size, jnp.float32))
 
-        def look_up(index: int, hidden: jax.Array, tokens: jax.Array):
+        def look_up(index: int, hidden: jax.Array, tokens: jax.Array, num_live: jax.Array):
             return hidden, every[:, index] if hidden.ndim == 2 else every[:, index, None]
 
         return look_up
@@ -695,6 +699,24 @@ class Heads(TrainedDrafter):
             num_taken=state.num_taken.at[row].set(jnp.minimum(state.num_taken[row], num_kept)),
             num_seen=state.num_seen.at[row].set(num_seen),
         )
+
+
+def ngram_of(prompt_lookup_min: Any, prompt_lookup_max: Any) -> NGram | None:
+    """The n-grams of these lengths in front of heads; None without a `prompt_lookup_min`.
+
+    Raises:
+      SettingError: they are out of range, or only the longest is given.
+    """
+    if prompt_lookup_min is None:
+        if prompt_lookup_max is not None:
+            raise SettingError(
+                f"prompt_lookup_max {prompt_lookup_max!r} was given for heads without a "
+                "prompt_lookup_min; give both, or leave it out."
+            )
+        return None
+    if prompt_lookup_max is None:
+        return NGram(prompt_lookup_min)
+    return NGram(prompt_lookup_min, prompt_lookup_max)
 
 
 def _kept(cache: kv.KVCache, features: jax.Array, window: Window) -> kv.KVCache:

@@ -139,25 +139,11 @@ def apply_head(
 def head_logits(
     config: HeadsConfig, params: Params, target: TargetParts, index: int, output: jax.Array
 ) -> jax.Array:
-    """Logits `[..., V]` fp32 of what head `index` made, `[..., E]`."""
-    return over_vocabulary(config, params, own_logits(config, params, target, index, output))
-
-
-def own_logits(
-    config: HeadsConfig, params: Params, target: TargetParts, index: int, output: jax.Array
-) -> jax.Array:
-    """`head_logits` of only those tokens that heads may propose, `[..., num_head_tokens]`."""
+    """Logits fp32 of what head `index` made, `[..., E]`: `[..., V]`, or `[..., num_head_tokens]` of
+    the tokens that heads may propose."""
     if config.shares_head:
         return target.head(output)
     return target.product(output, params["heads"][index]["head"], dtype=jnp.float32)
-
-
-def over_vocabulary(config: HeadsConfig, params: Params, logits: jax.Array) -> jax.Array:
-    """`own_logits` among the logits `[..., V]` of all tokens; the others have -inf."""
-    if config.num_head_tokens is None:
-        return logits
-    none = jnp.full((*logits.shape[:-1], config.vocab_size), -jnp.inf, jnp.float32)
-    return none.at[..., params["token_map"]].set(logits)
 
 
 def attention_decoder(

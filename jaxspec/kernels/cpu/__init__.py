@@ -261,8 +261,8 @@ def move_within(
 
 class NativeKernels(Kernels):
     """The C++ kernels, and XLA's where they do not apply: for weights that are not packed, because
-    of their dtype or because a mesh splits them, and for attention that `is_attention_supported`
-    excludes."""
+    of their dtype or because a mesh splits them, for attention that `is_attention_supported`
+    excludes, and for KV that is moved on a mesh or in the aligned layout."""
 
     def pack(self, weight, num_input_axes=1):
         """A `PackedWeight`, if `product` supports its dtype and it is not split over devices."""
@@ -276,11 +276,11 @@ class NativeKernels(Kernels):
             return jax.eval_shape(functools.partial(pack, num_input_axes=num_input_axes), weight)
         return pack(jnp.asarray(weight), num_input_axes)
 
-    def product_for(self, window):
-        """A product that leaves out the window's padding."""
-        if window.num_live is None:
+    def product_for(self, num_live):
+        """A product that leaves out what is not needed."""
+        if num_live is None:
             return self.product
-        return functools.partial(self.product, num_live=window.num_live)
+        return functools.partial(self.product, num_live=num_live)
 
     def attend(
         self,

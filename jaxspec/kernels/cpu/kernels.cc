@@ -249,6 +249,15 @@ ffi::Error MoveHandler(ffi::Buffer<ffi::S32> table, ffi::Buffer<ffi::S32> source
                       static_cast<int64_t>(before->size_bytes()) / (shape[0] * shape[1] * shape[2])});
   }
   if (arrays.empty()) return ffi::Error::Success();
+  const auto is_like_first = [&](const Stored& array) {
+    return array.num_pages == arrays[0].num_pages && array.block == arrays[0].block;
+  };
+  if (!std::all_of(arrays.begin(), arrays.end(), is_like_first) ||
+      source.dimensions()[0] != table.dimensions()[0] ||
+      target.dimensions()[0] != table.dimensions()[0] ||
+      source.dimensions()[1] != target.dimensions()[1]) {
+    return ffi::Error::InvalidArgument("the slots and the cache are not of the table's rows");
+  }
   if (ffi::Error error = CheckTable(table, arrays[0].num_pages); error.failure()) return error;
   const int64_t num_blocks = table.dimensions()[1], count = source.dimensions()[1];
   const int64_t block = arrays[0].block, capacity = num_blocks * block;
