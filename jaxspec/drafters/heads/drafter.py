@@ -617,7 +617,8 @@ class Heads(TrainedDrafter):
             count = tree.num_expanded_by(level)
             path, value = nodes.path[:, :count, : level + 1], nodes.value[:, :count]
             is_node = jnp.isfinite(value) & grower.is_wanted(growth, level)[:, None]
-            num_live = jnp.max(jnp.where(is_node, 1 + jnp.arange(count)[None], 0), axis=1)
+            number = 1 + jnp.arange(count, dtype=jnp.int32)[None]
+            num_live = jnp.max(jnp.where(is_node, number, 0), axis=1)
             hidden, logits = score(level, nodes.hidden[:, :count], path, num_live)
             logits = without_nan(logits) if shape.needs_draft_probs else logits
             growth = grower.add_children(growth, level, logits, value)
