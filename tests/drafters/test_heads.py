@@ -401,9 +401,9 @@ class WrongEntry(Heads):
 class Stale(Heads):
     """Has a copy of the target's head."""
 
-    def _parts(self, params):
+    def _parts(self, params, num_live=None):
         own = self.derive_params(params["own"], self.target.params)
-        return super()._parts({"own": own, "target": self.target.params})
+        return super()._parts({"own": own, "target": self.target.params}, num_live)
 
 
 @pytest.mark.parametrize(
