@@ -97,6 +97,9 @@ SHORTENED = {
     "jaxspec train heads --kind clover --target MODEL --texts texts.jsonl --out CURVE": BRANCHES,
     "jaxspec train heads --kind clover --target demo-target --texts demo.jsonl --held-out "
     "held-out.jsonl --tokens 250000": "--tokens 8192 16384 24576 32768 --warmup-steps 2",
+    "jaxspec train heads --kind clover --target MODEL --texts texts.jsonl --draft-vocab-size": (
+        f"--draft-vocab-size 1024 {STEPS}"  # the small model has fewer tokens than are stated
+    ),
     "jaxspec train heads": STEPS,
     "jaxspec train flexdraft": STEPS,
     "jaxspec bench drafters": "--batch-sizes 1 --max-tokens 8 --repeats 1",
