@@ -22,6 +22,7 @@ from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -244,7 +245,9 @@ class DraftModel(Drafter):
     def for_target(self, target: Model) -> DraftModel:
         """The same draft model, packed, which drafts only ids that stand for one token in both."""
         different = _differing_ids(_tokens_by_id(self.model), _tokens_by_id(target))
-        return self.with_fields(model=packed_model(self.model), excluded=tuple(different))
+        unknown = [token for token in self._draft_vocabulary if token >= target.vocab_size]
+        excluded = tuple(sorted({*different, *unknown}))
+        return self.with_fields(model=packed_model(self.model), excluded=excluded)
 
     def within(self, num_nodes: int) -> DraftModel:
         """The same draft model, which drafts chains where there is no room for a tree."""
@@ -255,13 +258,27 @@ class DraftModel(Drafter):
         num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
         return max(shape.verify_length, 1 + num_scratch)
 
+    @property
+    def _draft_vocabulary(self) -> tuple[int, ...]:
+        """The model's draft vocabulary, if it has one."""
+        return self.model.config.draft_vocabulary if isinstance(self.model, LanguageModel) else ()
+
     def _logits(self, params: PyTree, hidden: jax.Array, window: Window) -> jax.Array:
-        """The draft model's logits `[..., V]` of a window's hidden states, or its last ones, -inf
-        for ids that it must not draft."""
-        logits = logits_of(self.model, params, hidden, window)
-        if not self.excluded:
+        """The draft model's logits of a window's hidden states, or its last ones, -inf for ids that
+        it must not draft: `[..., V]`, or `[..., N]` of its draft vocabulary's tokens."""
+        excluded = np.array(self.excluded, np.int32)
+        if isinstance(self.model, LanguageModel) and self._draft_vocabulary:
+            logits = self.model.draft_logits(params, hidden, window)
+            excluded = np.flatnonzero(np.isin(self._draft_vocabulary, excluded))
+        else:
+            logits = logits_of(self.model, params, hidden, window)
+        if not excluded.size:
             return logits
-        return logits.at[..., jnp.array(self.excluded)].set(-jnp.inf, mode="drop")
+        return logits.at[..., excluded].set(-jnp.inf, mode="drop")
+
+    def _token_map(self) -> jax.Array | None:
+        """The tokens `[N]` int32 that `_logits` are of; None if these are all of the model's."""
+        return jnp.array(self._draft_vocabulary, jnp.int32) if self._draft_vocabulary else None
 
     def _empty_cache(self, shape: EngineShape, capacity: int) -> KVCache:
         if self.kv_window is None:
@@ -354,7 +371,7 @@ class DraftModel(Drafter):
         if self.tree is not None and not self.is_chain:
             return self._propose_tree(self.tree, shape, params, state, rows)
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
-        stops_early = self.min_confidence > 0
+        stops_early, token_map = self.min_confidence > 0, self._token_map()
         can_draft = rows.num_committed - 2 <= state.num_seen
         num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
         is_drafting = num_valid > 0
@@ -364,7 +381,7 @@ class DraftModel(Drafter):
         newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
 
         def read(tokens, positions, is_kept, cache):
-            """Logits `[B, V]` after each row's last token, which is asked for if its KV is to be
+            """Logits `[B, V']` after each row's last token, which is asked for if its KV is to be
             stored: where `is_kept`. The arguments are `[B, T]`."""
             positions = jnp.maximum(positions, 0)
             slots = jnp.where(is_kept, positions, -1)
@@ -377,7 +394,7 @@ class DraftModel(Drafter):
             return self._logits(params, hidden[:, -1], window), cache
 
         def draw(node, logits, carry: _Drafting) -> _Drafting:
-            """Node `node` from logits `[B, V]`."""
+            """Node `node` from logits `[B, V']`."""
             drawn = draw_draft(
                 logits,
                 rows,
@@ -388,6 +405,7 @@ class DraftModel(Drafter):
                 needs_probs=shape.needs_draft_probs,
                 needs_greedy_probs=shape.needs_greedy_probs,
                 needs_confidence=stops_early,
+                token_map=token_map,
             )
             num_valid, distributions = carry.num_valid, carry.distributions
             if distributions is not None and drawn.distribution is not None:
@@ -447,7 +465,15 @@ class DraftModel(Drafter):
     ) -> tuple[Draft, DraftModelState]:
         own = tree.within(shape.num_nodes)
         drafted = draft_tree(
-            self.model, self._logits, own, shape, params, state.cache, rows, state.num_seen
+            self.model,
+            self._logits,
+            own,
+            shape,
+            params,
+            state.cache,
+            rows,
+            state.num_seen,
+            token_map=self._token_map(),
         )
         missing = ((0, 0), (0, tree.num_nodes - own.num_nodes))  # windows share one state
         state = state.replace(

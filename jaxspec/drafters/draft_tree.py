@@ -75,6 +75,8 @@ def draft_tree(
     cache: KVCache,
     rows: BatchView,
     num_seen: jax.Array,
+    *,
+    token_map: jax.Array | None = None,
 ) -> TreeDraft:
     """A tree per row: the first `shape.num_nodes` nodes of `tree`, best first.
 
@@ -90,6 +92,7 @@ def draft_tree(
       cache: of the draft model, with room for `num_scratch_slots` after any newest token.
       rows: the batch.
       num_seen: `[B]` int32, tokens whose KV is in the cache.
+      token_map: the tokens that logits are of, see `Grower`.
     """
     can_draft = rows.num_committed - 2 <= num_seen
     wanted, num_levels = count_levels(tree, shape, rows, can_draft)
@@ -101,6 +104,7 @@ def draft_tree(
         greedy_sharpness=GREEDY_SHARPNESS,
         sampled_sharpness=SAMPLED_SHARPNESS,
         kernels=kernels_of(model),
+        token_map=token_map,
     )
     lags = (num_levels > 0) & (num_seen < rows.num_committed - 1)
     growth, cache = _Reader(model, logits, params, grower).grow(cache, lags)
@@ -201,7 +205,7 @@ class _Reader:
     def _read(
         self, tokens: jax.Array, window: Window, cache: KVCache, num_last: int = 0
     ) -> tuple[jax.Array, KVCache]:
-        """Logits `[B, n, V]` after the last n tokens of the window; 0 means all of them."""
+        """Logits `[B, n, V']` after the last n tokens of the window; 0 means all of them."""
         tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
         hidden, cache = self.model.forward(self.params, tokens, window, cache)
         return self.logits(self.params, hidden[:, -num_last:], window), cache

@@ -374,6 +374,13 @@ class LanguageModel:
         kernels = kernels_of(self)
         return decoder.head(self.config, params, hidden, window=window, kernels=kernels)
 
+    def draft_logits(self, params, hidden, window):
+        """Logits `[..., N]` fp32 of the tokens of a draft vocabulary, or of all tokens."""
+        kernels = kernels_of(self)
+        return decoder.head(
+            self.config, params, hidden, window=window, kernels=kernels, drafts_only=True
+        )
+
     def final_norm(self, params, hidden):
         """Hidden states `[..., E]` after the final norm."""
         return rms_norm(hidden, params["final_norm"], self.config.norm_epsilon)

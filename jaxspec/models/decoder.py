@@ -391,10 +391,12 @@ def head(
     is_normed: bool = False,
     window: Window | None = None,
     kernels: Kernels = XLA,
+    drafts_only: bool = False,
 ) -> jax.Array:
     """Logits `[..., V]` fp32 of hidden states `[..., E]` after the last layer, which are normed
-    first unless they already are. Tokens outside of a draft vocabulary have -inf. The padding of a
-    `window` may be left out."""
+    first unless they already are. Tokens outside of a draft vocabulary have -inf; with
+    `drafts_only` they are left out, which leaves logits `[..., N]` of `config.draft_vocabulary`.
+    The padding of a `window` may be left out."""
     product = kernels.product_for(None if window is None else window.num_live)
     logits = product(
         hidden,
@@ -405,6 +407,8 @@ def head(
     )
     if not config.draft_vocabulary:
         return logits
+    if drafts_only:
+        return logits[..., :-1]
     logits = logits.at[..., -1].set(-jnp.inf)
     return jnp.take(logits, jnp.asarray(config.rows_of_tokens()), axis=-1)
 

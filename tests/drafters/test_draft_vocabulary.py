@@ -53,7 +53,45 @@ def test_it_is_the_whole_model_with_one_row_for_all_other_tokens(is_tied, pack):
     assert np.abs(found[:, IDS] - expected[:, [i + 1 for i in IDS]]).max() > 0.1
 
 
-@pytest.mark.parametrize("tree", [None, jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)])
+@dataclasses.dataclass(frozen=True)
+class OwnModel:
+    """A model from outside, whose logits the drafter takes as they are: over all tokens."""
+
+    inside: jaxspec.LanguageModel
+
+    def __getattr__(self, name):
+        return getattr(self.inside, name)
+
+
+TREE = jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)
+
+
+@pytest.mark.parametrize(
+    ("verifier", "settings"),
+    [("coupled", {"min_confidence": 0.2}), ("coupled", {"tree": TREE}), ("rejection", {})],
+)
+def test_it_drafts_as_from_logits_over_all_tokens(verifier, settings):
+    """For a target that lacks the last token it drafts."""
+    target, draft = toy.model(num_layers=1, is_tied=True, vocab_size=IDS[-1]), reduced()
+    prompts = toy.prompts([3, 9, 5, 12])
+    params = [
+        jaxspec.SamplingParams(max_tokens=30, temperature=0.9 * (n % 2), seed=n) for n in range(4)
+    ]
+    found = []
+    for model in (draft, OwnModel(draft)):
+        drafter = jaxspec.DraftModel(model, **settings)
+        engine = jaxspec.Engine(
+            target, drafter, batch_size=4, max_length=128, verifier=verifier, trace="rounds"
+        )
+        found.append(engine.generate([[t % IDS[-1] for t in each] for each in prompts], params))
+    own, over_all = found
+    assert [each.token_ids for each in own] == [each.token_ids for each in over_all]
+    assert own.acceptance == over_all.acceptance
+    assert own.acceptance.num_draft_tokens > 0
+    assert jaxspec.DraftModel(draft).for_target(target).excluded == IDS[-1:]
+
+
+@pytest.mark.parametrize("tree", [None, TREE])
 def test_outputs_are_plain_ones(tree):
     """Of a draft model that agrees with its target on the tokens that it drafts."""
     target = toy.model(num_layers=1, is_tied=True)
