@@ -6,10 +6,13 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import psutil
 import pyarrow.parquet
@@ -348,3 +351,38 @@ def test_an_interrupted_driver_keeps_its_rows_and_ends_its_actors(cluster, promp
     assert err.endswith("interrupted\n")
     assert 0 < len(read(out)) < NUM_PROMPTS
     until(lambda: not actors())
+
+
+def test_replicas_of_ray_serve_answer_as_the_engine(driver, engine):
+    """As the page of many machines deploys them."""
+    serve = pytest.importorskip("ray.serve", exc_type=ImportError)
+    openai = pytest.importorskip("openai")
+    page = (Path(__file__).parents[2] / "docs/scale-out.md").read_text()
+    [block] = [
+        block for block in re.findall(r"```py\n(.*?)```", page, re.DOTALL) if "serve.run" in block
+    ]
+    for given, used in {
+        '"MODEL"': '"demo-target"',
+        '"DRAFT"': '"demo-draft"',
+        "batch_size=8": "batch_size=2, max_length=256",
+        '"num_gpus": 1': '"num_cpus": 0.5',
+    }.items():
+        assert given in block
+        block = block.replace(given, used)
+    try:
+        exec(block, {"__name__": "page"})
+        client = openai.OpenAI(base_url="http://127.0.0.1:8000/v1", api_key="-")
+        prompts = [line.prompt[:30] for line in sample_prompts()[:12]]
+        expected = engine.generate(prompts, SamplingParams(max_tokens=12))
+
+        def ask(prompt):
+            return client.completions.create(
+                model="demo-target", prompt=prompt, max_tokens=12, temperature=0
+            )
+
+        with ThreadPoolExecutor(6) as pool:
+            found = list(pool.map(ask, prompts))
+        assert [one.choices[0].text for one in found] == [done.text for done in expected]
+        assert len({one.system_fingerprint for one in found}) == 1
+    finally:
+        serve.shutdown()

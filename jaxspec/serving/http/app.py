@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
@@ -127,9 +128,21 @@ class Gate:
 
 
 def make_app(service: Service) -> FastAPI:
-    """The application; its engine must be driven (`Engine.driven`) while it runs."""
+    """The application, for any ASGI server that knows lifespans: at the start of one the engine is
+    driven and everything compiled, at its end running requests have `drain_timeout_s` to finish.
+    `listener.Server` sees to both itself, so that it answers while programs are compiled."""
     engine, settings = service.engine, service.settings
-    app = FastAPI(title="jaxspec", version=__version__, summary="OpenAI's routes over jaxspec")
+
+    @contextlib.asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        with engine.driven():
+            await asyncio.to_thread(service.prepare)
+            service.unavailable = None
+            yield
+            await service.drain()
+
+    summary = "OpenAI's routes over jaxspec"
+    app = FastAPI(title="jaxspec", version=__version__, summary=summary, lifespan=lifespan)
 
     async def handle(request: Request, error: Exception) -> Response:
         return response_of(error)

@@ -16,13 +16,14 @@ import httpx
 import jax.numpy as jnp
 import pytest
 from served import MODEL, served, until
+from starlette.testclient import TestClient
 
 from jaxspec import SamplingParams
 from jaxspec.engine import fingerprint as module
 from jaxspec.engine.fingerprint import fingerprint
 from jaxspec.errors import QueueFullError, SettingError
 from jaxspec.serving.http import generation, protocol
-from jaxspec.serving.http.app import Gate
+from jaxspec.serving.http.app import Gate, make_app
 from jaxspec.serving.http.listener import Server, open_listener
 from jaxspec.serving.http.service import ServerSettings, Service, Sessions
 
@@ -639,6 +640,20 @@ def test_a_drain_cancels_what_does_not_end_in_time(other, is_slow):
             server.drain()
             *_, last = events(response)
         assert "because the server is ending" in last["error"]["message"]
+
+
+def test_another_asgi_server_starts_and_ends_the_app_by_its_lifespan(other):
+    service = Service(other, ServerSettings(served_model_name=MODEL))
+    assert service.trouble is not None
+    with TestClient(make_app(service)) as client:
+        assert client.get("/health").status_code == 200
+        response = client.post(COMPLETIONS, json=LONG)
+        assert response.json()["choices"][0]["finish_reason"] == "length"
+    assert "is ending" in service.trouble
+    with other.driven():  # nobody drives it any more
+        pass
+    with other.driven():  # nobody drives it any more
+        pass
 
 
 def test_fingerprints_differ_by_what_decides_outputs():
