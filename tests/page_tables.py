@@ -66,10 +66,11 @@ def document(name):
 
 
 def origin(name):
-    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels, 2026-11-26```; without the day
-    where an older file has none."""
+    """E.g. ``` `c8a4512` on 2 cores of an AMD EPYC, AVX2 kernels, 2026-11-26```. Older files have
+    only the day of the commit: ``` `c8a4512` of 2026-11-24 on 2 cores```."""
     devices, commit = document(name)["devices"], document(name)["commit"]
     day = f", {document(name)['date']}" if "date" in document(name) else ""
+    of_day = "" if day else f" of {document(name)['commit_date']}"
     if document(name).get("command") == "bench program":  # nothing was run
         return f"`{commit[:7]}` by compiling with JAX {document(name)['versions']['jax']}{day}"
     model = f" of an {devices['cpu_model']}" if devices.get("cpu_model") else ""
@@ -79,7 +80,7 @@ def origin(name):
         place = f"one {devices['kinds'][0]}, JAX {document(name)['versions']['jax']}"
     machine = f" on {place}, {kernels} kernels"
     changed = ", with changes," if commit.endswith("+") else ""
-    return f"`{commit[:7]}`{changed}{machine}{day}"
+    return f"`{commit[:7]}`{of_day}{changed}{machine}{day}"
 
 
 def main():

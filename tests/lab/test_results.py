@@ -24,6 +24,7 @@ def test_a_result_is_cited_and_says_what_it_was_measured_on(path):
     found = document(path)
     for part in found.get("measurements", {"": found}).values():
         assert part["commit"]
+        assert part.get("date") or part["commit_date"]
         assert part["versions"]
         assert part["devices"]["kernels"]
     text = path.read_text(encoding="utf-8")
@@ -36,6 +37,7 @@ def test_the_results_are_short():
 
 def test_a_page_says_on_which_day_a_result_was_measured(monkeypatch):
     old = document("kv-cpu.json")
+    assert page_tables.origin("kv-cpu.json").startswith("`0d50680` of 2026-11-23 on 2 cores")
     monkeypatch.setattr(page_tables, "document", lambda name: old | {"date": "2026-11-26"})
     assert page_tables.origin("kv-cpu.json").endswith(" kernels, 2026-11-26")
 
