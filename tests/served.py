@@ -18,16 +18,16 @@ def served(engine, **settings):
     service = Service(engine, ServerSettings(served_model_name=MODEL, **settings))
     listener = open_listener("127.0.0.1", 0)
     server, ready = Server(service, listener), threading.Event()
-    with engine.driven():
-        thread = threading.Thread(target=server.run, args=(ready.set,))
-        thread.start()
-        try:
-            assert ready.wait(600)
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
-        finally:
-            server.drain()
-            thread.join(60)
-            assert not thread.is_alive()
+    thread = threading.Thread(target=server.run, args=(ready.set,))
+    thread.start()
+    try:
+        while not ready.wait(0.1):
+            assert thread.is_alive()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", server
+    finally:
+        server.drain()
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def until(holds, limit_s: float = 20.0) -> bool:

@@ -135,7 +135,7 @@ class ServeCommand(JsonOption, EngineArgs, DrafterOptions, TargetOption):
             print(f"{engine.memory.sentence}\nlistening at {url}; compiling", file=sys.stderr)
             if self.json:
                 print(json_text(document), flush=True)
-            with signals.handed_to(server.drain), engine.driven():
+            with signals.handed_to(server.drain):
                 server.run(say_ready)
         return document
 

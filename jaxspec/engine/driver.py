@@ -141,6 +141,8 @@ class Driver:
                 for output in ticket.take_output():
                     with contextlib.suppress(RuntimeError):  # the event loop has been closed
                         receive(output)
+                if ticket.completion is not None:  # the last output had it
+                    self._receivers.pop(ticket, None)
         for _ in range(len(self._after_step)):
             with contextlib.suppress(RuntimeError):
                 self._after_step.popleft()()

@@ -14,16 +14,17 @@ import xxhash
 
 from jaxspec import __version__
 from jaxspec.engine.engine import Engine
+from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.environment import commit, devices, versions
 
 
 def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
     """16 hexadecimal digits: processes with equal ones give equal outputs for equal requests.
 
-    It covers the target's weights with their dtypes, the engine's shape, mesh and exactness, the
-    kernels and their family of instructions, the log-probabilities that it gives, the tokenizer,
-    the device and the versions. An engine that is not `bitwise` may emit other tokens with other
-    drafts, so there it covers the drafter too.
+    It covers the target's configuration, stop tokens and weights with their dtypes, the engine's
+    shape, mesh and exactness, the kernels and their family of instructions, the log-probabilities
+    that it gives, the tokenizer, the device and the versions. An engine that is not `bitwise` may
+    emit other tokens with other drafts, so there it covers the drafter too.
 
     Args:
       engine: the engine; its weights are read once.
@@ -39,10 +40,14 @@ def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
     if engine.exactness != "bitwise":
         found["drafter"] = described["drafter"], described["draft_length"]
         found["draft_weights"] = _digest(getattr(engine.drafter, "params", ()))
-    tokenizer = engine.target.tokenizer
-    if tokenizer is not None:
-        vocabulary = sorted(tokenizer.fingerprint().items())
-        found["tokenizer"] = hashlib.sha256(repr(vocabulary).encode()).hexdigest()
+    found["eos"] = tuple(engine.target.eos_token_ids)
+    if isinstance(engine.target, LanguageModel):
+        found["config"] = engine.target.config.to_json()
+    if (tokenizer := engine.target.tokenizer) is not None:
+        backend = getattr(tokenizer.hf, "backend_tokenizer", None)
+        parts = [tokenizer.prefix_token_ids, sorted(tokenizer.fingerprint().items())]
+        parts += [] if backend is None else [backend.to_str()]  # its merges and normaliser, too
+        found["tokenizer"] = hashlib.sha256(repr(parts).encode()).hexdigest()
     where = devices()
     found["device"] = {name: where[name] for name in ("platform", "kinds", "cpu_model")}
     found["versions"] = {"jaxspec": __version__, "commit": commit(), **versions()}

@@ -149,7 +149,7 @@ class Predictor:
                 "SamplingParams, or its JSON."
             )
         # A column of records has every field in every row, null where it was not given.
-        fields = {field: value for field, value in params.items() if value is not None}
+        fields = _without_nulls(params)
         if fields.get("n", 1) != 1:
             raise PromptError(
                 f"{name} has n = {fields['n']}; give each completion a row with an id of its own."
@@ -163,6 +163,13 @@ class Predictor:
         chat = self.chat if "messages" in given else {}
         [request] = make_requests([given], [params], model, longest=longest, names=[name], **chat)
         return dataclasses.replace(request, request_id=str(row["id"]))
+
+
+def _without_nulls(record: Any) -> Any:
+    """A record without its fields that are null, and the same of the records in it."""
+    if not isinstance(record, Mapping):
+        return record
+    return {name: _without_nulls(each) for name, each in record.items() if each is not None}
 
 
 def _parsed(text: str, which: str) -> Any:

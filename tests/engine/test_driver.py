@@ -249,6 +249,22 @@ def test_requests_are_handed_over_while_a_step_runs(engine, alone, monkeypatch):
     assert done.token_ids == alone[2].token_ids
 
 
+def test_the_end_of_a_stream_is_delivered_once(engine, monkeypatch):
+    """However many steps follow before it is read."""
+    real, received = Driver.receiving, []
+
+    def recorded(driver, ticket, receive):
+        return real(driver, ticket, lambda output: (received.append(output), receive(output)))
+
+    monkeypatch.setattr(Driver, "receiving", recorded)
+    with engine.driven():
+        stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=8, ignore_eos=True))
+        next(stream)
+        engine.generate([PROMPTS[1]], LONG)
+        assert [piece.completion is not None for piece in stream].count(True) == 1
+    assert [output.completion is not None for output in received].count(True) == 1
+
+
 def test_others_get_the_device_while_requests_run(engine, is_slow):
     with engine.driven():
         stream = engine.stream(PROMPTS[0], LONG)

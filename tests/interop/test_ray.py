@@ -282,8 +282,19 @@ def test_a_dataset_of_any_rows(driver, engine):
     sampled = {"max_tokens": 3, "temperature": 1.0}
     rows = [
         {"id": "a", "prompt": "Once", "params": {"max_tokens": 4, "seed": 3}, "kind": "tale"},
-        {"id": "b", "prompt": "def f", "params": sampled, "kind": "code"},
-        {"id": "c", "prompt": "Once", "params": sampled, "kind": "tale"},
+        # Arrow gives both dicts both tokens, null where it was not given.
+        {
+            "id": "b",
+            "prompt": "def f",
+            "params": sampled | {"logit_bias": {"7": 3.0}},
+            "kind": "code",
+        },
+        {
+            "id": "c",
+            "prompt": "Once",
+            "params": sampled | {"logit_bias": {"8": 2.0}},
+            "kind": "tale",
+        },
     ]
     make = functools.partial(
         Engine, "demo-target", drafter="demo-draft", batch_size=2, max_length=256

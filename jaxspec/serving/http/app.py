@@ -19,7 +19,7 @@ from jaxspec import __version__
 from jaxspec.errors import JaxspecError, SettingError
 from jaxspec.requests.requests import prompt_token_ids
 from jaxspec.serving.http import protocol
-from jaxspec.serving.http.generation import respond
+from jaxspec.serving.http.generation import naming, respond
 from jaxspec.serving.http.metrics import CONTENT_TYPE, exposition
 from jaxspec.serving.http.protocol import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from jaxspec.serving.http.service import ClientGoneError, HttpError, Service, response_of
@@ -49,7 +49,7 @@ def check_json(content: bytes) -> None:
 
 class Gate:
     """What every request passes: the key, whether the server takes requests, the size and the form
-    of the body, and the time that a client takes to send and to receive."""
+    of the body, and the time that a client takes to send it."""
 
     def __init__(self, app: ASGIApp, service: Service):
         self.app, self.service, self.settings = app, service, service.settings
@@ -60,16 +60,6 @@ class Gate:
             await self.app(scope, receive, send)
             return
 
-        async def timed(message: Message) -> None:
-            try:
-                async with asyncio.timeout(self.settings.write_timeout_s):
-                    await send(message)
-            except TimeoutError:  # drop the connection, with what is buffered for it
-                transport = getattr(getattr(send, "__self__", None), "transport", None)
-                if transport is not None:
-                    transport.abort()
-                raise ClientGoneError from None
-
         try:
             self.check(scope)
             content = await self.body(receive)
@@ -78,7 +68,7 @@ class Gate:
         except HttpError as error:
             response = response_of(error)
             response.headers["connection"] = "close"  # the rest of the body is not read
-            await response(scope, receive, timed)
+            await response(scope, receive, send)
             return
         except ClientGoneError:
             return
@@ -89,8 +79,8 @@ class Gate:
         async def replay() -> Message:
             return messages.pop() if messages else await receive()
 
-        with contextlib.suppress(ClientGoneError):
-            await self.app(scope, replay, timed)
+        with contextlib.suppress(ClientGoneError), self.service.counted(scope["method"]):
+            await self.app(scope, replay, send)
 
     def check(self, scope: Scope) -> None:
         """Raises `HttpError` for a request without the key, or while none are taken."""
@@ -135,8 +125,8 @@ def make_app(service: Service) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        await asyncio.to_thread(service.prepare)
         with engine.driven():
-            await asyncio.to_thread(service.prepare)
             service.unavailable = None
             yield
             await service.drain()
@@ -168,23 +158,26 @@ def make_app(service: Service) -> FastAPI:
         return service.model_entry()
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeBody) -> dict[str, Any]:
+    async def tokenize(body: TokenizeBody, response: Response) -> dict[str, Any]:
+        response.headers.update(naming(body.ignored))
         service.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise SettingError("prompt or messages must be given, and not both; give one of them.")
         prompt: Any = body.prompt
         if body.messages is not None:
             [prompt] = ChatBody(messages=body.messages).prompts
-        ids = await asyncio.to_thread(service.token_ids, prompt, "The prompt")
+        ids = await asyncio.to_thread(service.token_ids, prompt, "The prompt", body)
         if body.prompt is not None and not body.add_special_tokens:
             ids = ids[len(service.tokenizer.prefix_token_ids) :]
         found: dict[str, Any] = {"count": len(ids), "max_model_len": engine.shape.max_length}
         if body.return_token_strs:
-            found["token_strs"] = [protocol.token_text(service.tokenizer, one) for one in ids]
+            texts = protocol.token_texts(service.tokenizer, ids)
+            found["token_strs"] = [texts[one] for one in ids]
         return {**found, "tokens": list(ids)}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeBody) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeBody, response: Response) -> dict[str, Any]:
+        response.headers.update(naming(body.ignored))
         service.check_model(body.model)
         if body.tokens:
             prompt_token_ids(body.tokens, engine.target, name="tokens")

@@ -91,7 +91,7 @@ class Generation:
         self.streams: list[AsyncGenerator[StreamOutput, None]] = []
         self.copies = 1
         self.num_emitted: dict[int, int] = {}
-        self.offsets: dict[int, int] = {}
+        self.offsets: dict[int, protocol.TextOffsets] = {}
 
     async def begin(self) -> None:
         """Queues a request for each completion; raises what is wrong with the body."""
@@ -114,6 +114,15 @@ class Generation:
             raise SettingError(f"n {body.n} was given; it must be from 1 to {settings.max_n}.")
         if body.stream_options is not None and not body.stream:
             raise SettingError("stream_options was given without stream; leave it out.")
+        kept = service.engine.config.max_logprobs
+        top_name = "top_logprobs" if self.is_chat else "logprobs"
+        asked_for = {top_name: body.num_logprobs, "prompt_logprobs": body.num_prompt_logprobs}
+        for name, wanted in asked_for.items():
+            if wanted is not None and (kept is None or wanted > kept):
+                raise SettingError(
+                    f"{name} {wanted} was given, and this server keeps {kept or 'none'} at each "
+                    "position (max_logprobs); give at most as many."
+                )
         if body.stream and body.num_prompt_logprobs is not None:
             asked = "echo with logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
             raise SettingError(
@@ -275,11 +284,8 @@ class Generation:
         tokenizer, num_top = self.service.tokenizer, self.body.num_logprobs or 0
         if self.is_chat:
             return protocol.chat_logprobs(tokenizer, token_ids, logprobs, num_top=num_top)
-        offset = self.offsets.get(index, 0)
-        found, self.offsets[index] = protocol.completion_logprobs(
-            tokenizer, token_ids, logprobs, offset=offset, text=text
-        )
-        return found
+        offsets = self.offsets.setdefault(index, protocol.TextOffsets(tokenizer, text))
+        return protocol.completion_logprobs(tokenizer, token_ids, logprobs, offsets=offsets)
 
     def envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         """A body of a response, or a chunk of a stream."""
@@ -312,6 +318,8 @@ class Generation:
                         )
                     elif options.include_usage:
                         chunk["usage"] = None
+                    if piece.completion is not None and not options.include_usage:
+                        chunk["metrics"] = protocol.speculation([piece.completion])
                     yield chunk
             completions = await reading
             if options.include_usage:
@@ -384,6 +392,13 @@ class EventStream(Response):
                 self.generation.give_up()
 
 
+def naming(ignored: Sequence[str]) -> dict[str, str]:
+    """The header that names the fields of a body that are unknown here, if there are any."""
+    names = (name.encode("ascii", "replace").decode()[:64] for name in ignored[:32])
+    safe = ("".join(c if c.isprintable() else "?" for c in name) for name in names)
+    return {"x-ignored-fields": ", ".join(safe)} if ignored else {}
+
+
 async def respond(service: Service, body: GenerationBody, request: Request) -> Response:
     """The response to `/v1/completions` and `/v1/chat/completions`."""
     ignored = body.ignored
@@ -393,11 +408,7 @@ async def respond(service: Service, body: GenerationBody, request: Request) -> R
         session = request.headers.get(header)
     generation = Generation(service, body, session)
     await generation.begin()
-    headers = {"x-request-id": generation.id}
-    if ignored:
-        shown_names = (name.encode("ascii", "replace").decode()[:64] for name in ignored[:32])
-        safe = ("".join(c if c.isprintable() else "?" for c in name) for name in shown_names)
-        headers["x-ignored-fields"] = ", ".join(safe)
+    headers = {"x-request-id": generation.id, **naming(ignored)}
     if body.stream:
         return EventStream(generation, headers)
     try:

@@ -38,14 +38,17 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 class Connection(H11Protocol):
-    """A connection whose client must send the head of a request in time; too many are refused."""
+    """A connection whose client must send the head of a request in time, and take what it was sent
+    in time; too many are refused."""
 
     settings: ServerSettings
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         """Begins, unless there are too many."""
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # `pause_writing` as soon as anything is unsent
         if len(self.connections) > self.settings.max_connections:
             most = self.settings.max_connections
             error = HttpError(503, f"Over {most} connections are open; try again later.")
@@ -68,9 +71,23 @@ class Connection(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Ends."""
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """The client has not taken everything: if it does not in time, the connection is dropped,
+        with what is buffered for it."""
+        super().pause_writing()
+        after_s = self.settings.write_timeout_s
+        self._write_timer = self.loop.call_later(after_s, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """It has taken everything."""
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
     def _await_head(self) -> None:
         if self._head_timer is None:
@@ -91,6 +108,7 @@ class Server:
         self._event_loop: asyncio.AbstractEventLoop | None = None
         self._ending = threading.Event()
         self._drain: asyncio.Event | None = None
+        self._driving = contextlib.ExitStack()  # the engine, once everything is compiled
 
     def drain(self) -> None:
         """Takes no more requests, and lets `run` return when those that run have ended. Any thread
@@ -104,7 +122,8 @@ class Server:
     def run(self, on_ready: Callable[[], object] = lambda: None) -> None:
         """Serves until `drain` is called; `on_ready` is called when requests are taken. Raises what
         compiling raises."""
-        asyncio.run(self._run(on_ready))
+        with self._driving:
+            asyncio.run(self._run(on_ready))
 
     async def _run(self, on_ready: Callable[[], object]) -> None:
         self._drain, self._event_loop = asyncio.Event(), asyncio.get_running_loop()
@@ -164,5 +183,6 @@ class Server:
         if (error := await compiled) is not None:
             raise error
         if not self._ending.is_set():
+            self._driving.enter_context(self.service.engine.driven())
             self.service.unavailable = None
             on_ready()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
@@ -58,12 +59,13 @@ class Body(BaseModel):
 
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that are unknown here.
+        """Names of fields that are unknown here, also of `stream_options`.
 
         Raises:
           SettingError: a field asks for something that is not supported.
         """
-        unknown = []
+        options = getattr(self, "stream_options", None)
+        unknown = [] if options is None else [f"stream_options.{each}" for each in options.ignored]
         for name, value in (self.model_extra or {}).items():
             if value is None or name in WITHOUT_EFFECT:
                 continue
@@ -206,7 +208,13 @@ class ChatBody(GenerationBody):
             self.max_tokens = self.max_completion_tokens
         if self.max_tokens is None:
             self.max_tokens = max(room, 1)
-        return super().sampling(defaults, room=room)
+        try:
+            return super().sampling(defaults, room=room)
+        except SettingError as error:
+            if self.max_completion_tokens is None:
+                raise
+            named = str(error).replace("max_tokens", "max_completion_tokens")
+            raise SettingError(named) from error
 
     @property
     def prompts(self) -> list[Any]:
@@ -242,6 +250,8 @@ class TokenizeBody(Body):
     prompt: str | None = None
     messages: list[Message] | None = None
     add_special_tokens: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 
@@ -321,10 +331,59 @@ def speculation(completions: Sequence[Completion]) -> dict[str, Any]:
     return metrics
 
 
-def token_text(tokenizer: TextTokenizer, token: int) -> str:
-    """A token's own text; `token_id:N` where it holds only part of a character."""
-    text = tokenizer.decode([token], skip_special_tokens=False)
-    return f"token_id:{token}" if REPLACEMENT in text else text
+def token_texts(tokenizer: TextTokenizer, token_ids: Iterable[int]) -> dict[int, str]:
+    """The text of each token, as it stands after other text; `token_id:N` for a token that holds
+    only part of a character."""
+    each = list(dict.fromkeys(token_ids))
+    return {
+        token: f"token_id:{token}" if REPLACEMENT in text else text
+        for token, text in zip(each, tokenizer.texts(each), strict=True)
+    }
+
+
+class TextOffsets:
+    """Where the tokens of a choice begin in its text, as they come. The tokens of one character
+    begin where it does. Special tokens take no room, unless the text has them.
+
+    Args:
+      tokenizer: that of the model.
+      text: the prompt as it was given, followed by the output; or nothing, if only the output is
+        shown.
+    """
+
+    def __init__(self, tokenizer: TextTokenizer, text: str = ""):
+        self._tokenizer, self._text = tokenizer, text
+        self._next = 0
+        self._part: list[int] = []  # the tokens of a character of which some are still to come
+
+    def of(self, token_ids: Sequence[int]) -> list[int]:
+        """The offsets of the next tokens."""
+        offsets = []
+        for token, text in zip(token_ids, self._tokenizer.texts(token_ids), strict=True):
+            if REPLACEMENT in text:
+                offsets.append(self._next)
+                self._part.append(token)
+                character = self._tokenizer.decode(self._part)
+                if REPLACEMENT not in character:
+                    self._end_part(character)
+                continue
+            if self._part:
+                self._end_part(self._tokenizer.decode(self._part))
+            offsets.append(self._next)
+            self._next += self._length(token, text)
+        return offsets
+
+    def _end_part(self, character: str) -> None:
+        self._next += len(character)
+        self._part = []
+
+    def _length(self, token: int, text: str) -> int:
+        is_here = self._text.startswith(text, self._next)
+        if token in self._tokenizer.special_tokens and not is_here:
+            return 0
+        # A text does not begin with the space that its first token has after other text.
+        is_first = bool(self._text) and self._next == 0 and not is_here
+        return len(text.removeprefix(" ") if is_first else text)
 
 
 def completion_logprobs(
@@ -332,31 +391,27 @@ def completion_logprobs(
     token_ids: Sequence[int],
     logprobs: Sequence[Mapping[int, float] | None],
     *,
-    offset: int,
-    text: str = "",
-) -> tuple[dict[str, Any], int]:
-    """Log-probabilities in the form of completions, null for a prompt's first token; and the offset
-    of what follows. `offset` is that of the first token. Special tokens take no room, except those
-    that are in `text`, which is the prompt as it was given, followed by the output."""
-    tokens = [token_text(tokenizer, token) for token in token_ids]
-    offsets = [offset]
-    for token, own in zip(token_ids, tokens, strict=True):
-        is_shown = token not in tokenizer.special_tokens or text.startswith(own, offsets[-1])
-        offsets.append(offsets[-1] + (len(own) if is_shown else 0))
-    found = {
-        "tokens": tokens,
+    offsets: TextOffsets,
+) -> dict[str, Any]:
+    """Log-probabilities in the form of completions, null for a prompt's first token. Of tokens with
+    the same text, `top_logprobs` has the likeliest."""
+    texts = token_texts(tokenizer, itertools.chain(token_ids, *(each or () for each in logprobs)))
+
+    def top(each: Mapping[int, float]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token, value in sorted(each.items(), key=lambda pair: -pair[1]):
+            found.setdefault(texts[token], max(value, LEAST_LOGPROB))
+        return found
+
+    return {
+        "tokens": [texts[token] for token in token_ids],
         "token_logprobs": [
             each and max(each[token], LEAST_LOGPROB)
             for token, each in zip(token_ids, logprobs, strict=True)
         ],
-        "top_logprobs": [
-            each
-            and {token_text(tokenizer, t): max(value, LEAST_LOGPROB) for t, value in each.items()}
-            for each in logprobs
-        ],
-        "text_offset": offsets[:-1],
+        "top_logprobs": [each and top(each) for each in logprobs],
+        "text_offset": offsets.of(token_ids),
     }
-    return found, offsets[-1]
 
 
 def prompt_logprobs(
@@ -364,6 +419,7 @@ def prompt_logprobs(
 ) -> list[dict[str, Any] | None]:
     """Log-probabilities of a prompt by token id, as in vLLM; the rank is null for a token that is
     not among the `num_top` likeliest."""
+    texts = token_texts(tokenizer, itertools.chain(*(each or () for each in logprobs)))
 
     def entries(each: Mapping[int, float]) -> dict[str, Any]:
         ranked = sorted(each.items(), key=lambda pair: -pair[1])
@@ -371,7 +427,7 @@ def prompt_logprobs(
             str(token): {
                 "logprob": max(value, LEAST_LOGPROB),
                 "rank": rank if rank <= num_top else None,
-                "decoded_token": token_text(tokenizer, token),
+                "decoded_token": texts[token],
             }
             for rank, (token, value) in enumerate(ranked, start=1)
         }
@@ -386,11 +442,17 @@ def chat_logprobs(
     *,
     num_top: int,
 ) -> dict[str, Any]:
-    """Log-probabilities in the form of chats."""
+    """Log-probabilities in the form of chats; `bytes` is null for a part of a character."""
+    texts = token_texts(tokenizer, itertools.chain(token_ids, *logprobs))
 
     def entry(token: int, value: float) -> dict[str, Any]:
-        text = token_text(tokenizer, token)
-        return {"token": text, "logprob": max(value, LEAST_LOGPROB), "bytes": list(text.encode())}
+        text = texts[token]
+        is_part = text == f"token_id:{token}"
+        return {
+            "token": text,
+            "logprob": max(value, LEAST_LOGPROB),
+            "bytes": None if is_part else list(text.encode()),
+        }
 
     content = []
     for token, each in zip(token_ids, logprobs, strict=True):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import Response
@@ -38,6 +39,12 @@ _log = logging.getLogger(__name__)
 LIMITS = ("max_body_bytes", "max_prompts", "max_n", "max_connections", "max_sessions")
 LONGEST_NAME = 256  # characters of a session's
 KINDS = {401: "authentication_error", 429: "rate_limit_error"}
+# What sentences call fields that they do not name.
+SAID = {
+    "stop string": "stop",
+    "stop token": "stop_token_ids",
+    "allowed token": "allowed_token_ids",
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,12 +159,15 @@ def response_of(error: Exception) -> Response:
 
 def param_of(error: JaxspecError) -> str | None:
     """The field that a message begins with, or the first that it names."""
-    first, *others = str(error).replace("[", " ").replace(",", " ").split(" ")
+    message = str(error)
+    first, *others = message.replace("[", " ").replace(",", " ").split(" ")
     known = {*ChatBody.model_fields, *CompletionBody.model_fields, *DetokenizeBody.model_fields}
     if first in known or first in protocol.NOT_SUPPORTED:
         return first
     if isinstance(error, PromptError):
         return "prompt"
+    if (said := next((name for words, name in SAID.items() if words in message), None)) is not None:
+        return said
     ordinary = {"model", "n", "prompt", "seed", "stop", "tokens", "user"}  # words of any sentence
     return next((word for word in others if word in known - ordinary), None)
 
@@ -255,6 +265,17 @@ class Service:
         more = {"defaults": repr(self.defaults), "chat_template": repr(self.chat_template)}
         self.fingerprint = "fp_" + fingerprint(engine, more)
         self.unavailable: str | None = "The server is starting: programs are being compiled."
+        self._num_in_flight = 0
+
+    @contextlib.contextmanager
+    def counted(self, method: str) -> Iterator[None]:
+        """A block that handles a request; the end of the server waits for those that POST."""
+        number = int(method == "POST")
+        self._num_in_flight += number
+        try:
+            yield
+        finally:
+            self._num_in_flight -= number
 
     @property
     def trouble(self) -> str | None:
@@ -340,6 +361,6 @@ class Service:
         time is up."""
         self.unavailable = "The server is ending."
         end_s = time.monotonic() + self.settings.drain_timeout_s
-        while self.engine.queue.unfinished and time.monotonic() < end_s:
+        while self._num_in_flight and time.monotonic() < end_s:
             await asyncio.sleep(0.05)
         self.engine.queue.give_up(self.engine.queue.unfinished)
