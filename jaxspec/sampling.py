@@ -38,8 +38,9 @@ NUM_PARTS = 8  # most parts into which a window is split for drawing
 SMALLEST_PART = 8  # fewest tokens of a part, over all rows
 CPU_BLOCK = 128  # logits per block in `greedy_tokens`
 
-# Given numbers `[B, T, V]` and which of some sets of tokens are enough: `_lowest_kept`.
+# Whether each of some sets of tokens (each `[B, T, V]` bool) is enough; see `_lowest_kept`.
 AreEnough: TypeAlias = Callable[..., list[jax.Array]]
+# `_lowest_kept` with `loops_run_on_host` filled in.
 LowestKept: TypeAlias = Callable[[jax.Array, AreEnough], jax.Array]
 
 
@@ -77,8 +78,8 @@ def round_keys(rows: BatchView, node: jax.Array, stream: Stream) -> jax.Array:
 
 
 def _draw_each(draw: Callable[[jax.Array], jax.Array], keys: jax.Array) -> jax.Array:
-    """What `draw` returns for each key, whatever JAX is configured to do with keys by default; with
-    a dtype that it states, no draw depends on a setting of the process."""
+    """`draw` for each key. No draw depends on the process's JAX settings: the threefry
+    implementation is fixed here, and `draw` has to name its dtype."""
     with jax.threefry_partitionable(True):
         drawn = jax.vmap(draw)(keys.reshape(-1))
     return drawn.reshape(*keys.shape, *drawn.shape[1:])
@@ -417,9 +418,9 @@ def _lowest_kept(order: jax.Array, are_enough: AreEnough, *, loops_run_on_host: 
     """The largest threshold `[B, T, 1]` uint32 for which the tokens at or above it are enough; 0,
     which keeps everything, if none is.
 
-    Found bit by bit: 32 passes over the vocabulary instead of a sort. On a GPU, where the host
-    would run the loop, four bits at a time without a loop, in eight passes: one sum of several
-    numbers is for all values of a digit.
+    Found bit by bit: 32 passes over the vocabulary instead of a sort. On a GPU the host would run
+    that loop, so there it is unrolled into eight steps of four bits: one pass tests all 15 nonzero
+    values of a hexadecimal digit.
 
     Args:
       order: `[B, T, V]` uint32.

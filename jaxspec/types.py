@@ -123,8 +123,8 @@ class Window(struct.PyTreeNode, kw_only=True):
         the same round may have stored that entry.
       ends: `[B, T]` int32 or None. One past the last virtual slot that each entry sees; None means
         `positions + 1`: the entry itself and all before it.
-      num_live: `[B]` int32 or None (all). The first entries of each row are asked for; the others
-        may come back as anything, which nothing reads.
+      num_live: `[B]` int32 or None (all). Only the first `num_live[b]` entries of row b are needed;
+        what is returned for the others is arbitrary.
     """
 
     start: jax.Array
@@ -373,8 +373,9 @@ class BatchView(struct.PyTreeNode, kw_only=True):
       tokens: `[B, S]` int32, committed tokens, garbage beyond `num_committed`.
       num_committed: `[B]` int32.
       draft_limit: `[B]` int32, most nodes to draft in this round; 0 for rows that are not running.
-      depth_limit: `[B]` int32, depth beyond which a node could not be emitted; the `draft_limit` of
-        a chain never exceeds it. May be None in a hand-made record.
+      depth_limit: `[B]` int32, depth beyond which a node could not be emitted. A chain's
+        `draft_limit` exceeds it only with `Drafter.drafts_last_token`, by one. May be None in a
+        hand-made record.
       stop_tokens: `[B, num_stop]` int32, -1 pads.
       sampling: how tokens are drawn.
       remaining: `[B]` int32, tokens that each row may still emit; 0 for rows that are not running.
@@ -567,8 +568,8 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     limit: jax.Array  # [B] int32, num_committed at which the row ends
     limit_finish: jax.Array  # [B] int32, the Finish to report there
     draft_limit: jax.Array  # [B] int32, requested draft length; 0 decodes plainly
-    # [B] int32, tokens of a running row that a round which skips padding computes at least, drafted
-    # or not; 0 but while rounds are timed
+    # [B] int32, the least number of tokens that a round computes for a running row if it skips
+    # padding, drafted or not; 0 except while rounds are timed
     least_live: jax.Array
     stop_tokens: jax.Array  # [B, num_stop] int32, -1 pads
     # randomness

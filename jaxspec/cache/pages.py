@@ -536,7 +536,7 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
         is_kept &= (every < cache.ring.num_sinks) | (every >= first)
     kept = jnp.where(is_kept, every, -1)
 
-    def spoil(stored):
+    def fill_with_nan(stored):
         if stored.dtype == jnp.int8:  # a scale of NaN makes them NaN
             return stored
         dtype = jnp.bfloat16 if stored.dtype == jnp.uint16 else stored.dtype
@@ -545,7 +545,7 @@ def poison_uncommitted(cache: KVCache, num_live: jax.Array) -> KVCache:
 
     def poison(layer):
         live = _take(layer, cache.table, every)
-        return _put(jax.tree.map(spoil, layer), cache.table, live, kept)
+        return _put(jax.tree.map(fill_with_nan, layer), cache.table, live, kept)
 
     return cache.replace(layers=tuple(poison(layer) for layer in cache.layers))
 

@@ -71,9 +71,9 @@ def _drafter_state(parts: RoundParts, verify_length: int) -> tuple[PyTree, list[
 
 
 def keeps_bits_at_every_width(parts: RoundParts) -> bool:
-    """Whether the output of `parts` is the same, bit for bit, in every window up to its own: the
-    verifier draws the target's own tokens, and the target's bits do not depend on the window. True
-    on one device and in the ragged layout only."""
+    """Whether the output of `parts` on one device is the same, bit for bit, in every window up to
+    its own: the verifier draws the target's own tokens, the layout is ragged, and neither the
+    target's bits nor the drafter's `score` depend on the window. Callers rule out meshes."""
     return (
         parts.verifier.is_coupled
         and parts.layout == "ragged"

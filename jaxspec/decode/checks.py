@@ -102,14 +102,14 @@ def check_drafter(parts: RoundParts) -> None:
     draft, after, cache = jax.eval_shape(propose, params, state.drafter, rows, state.cache)
     _check_same(f"{who} returned from `propose` a state with", after, state.drafter)
     _check_same(f"{who} returned from `propose` a cache with", cache, state.cache)
-    whole, num_nodes = jnp.int32, (shape.batch_size, shape.num_nodes)
+    size = (shape.batch_size, shape.num_nodes)
     expected = {
-        "tokens": jax.ShapeDtypeStruct(num_nodes, whole),
-        "parents": jax.ShapeDtypeStruct(num_nodes, whole),
-        "num_valid": jax.ShapeDtypeStruct(num_nodes[:1], whole),
+        "tokens": jax.ShapeDtypeStruct(size, jnp.int32),
+        "parents": jax.ShapeDtypeStruct(size, jnp.int32),
+        "num_valid": jax.ShapeDtypeStruct(size[:1], jnp.int32),
     }
     if draft.q is not None:
-        expected["q"] = jax.ShapeDtypeStruct((*num_nodes, shape.vocab_size), jnp.float32)
+        expected["q"] = jax.ShapeDtypeStruct((*size, shape.vocab_size), jnp.float32)
     found = {name: getattr(draft, name) for name in expected}
     _check_same(f"{who} returned a draft with", found, expected)
 

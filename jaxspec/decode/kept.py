@@ -26,7 +26,14 @@ import numpy as np
 
 from jaxspec.cache.pages import BLOCK, AlignedTable, KVCache
 from jaxspec.decode.parts import RoundParts
-from jaxspec.decode.state import Admission, admit_row, batch_view, has_rows, mark_prefilled
+from jaxspec.decode.state import (
+    Admission,
+    admit_row,
+    batch_view,
+    has_rows,
+    is_cache,
+    mark_prefilled,
+)
 from jaxspec.drafters.base import Drafter, function_params
 from jaxspec.types import DecodeState, PyTree
 
@@ -106,14 +113,10 @@ def num_pages(num_slots: int) -> int:
     return -(-num_slots // BLOCK)
 
 
-def _is_cache(node: Any) -> bool:
-    return isinstance(node, KVCache)
-
-
 def _caches(state: DecodeState) -> list[KVCache]:
     """The caches of target and drafter."""
-    nodes = jax.tree.leaves((state.cache, state.drafter), is_leaf=_is_cache)
-    return [node for node in nodes if _is_cache(node)]
+    nodes = jax.tree.leaves((state.cache, state.drafter), is_leaf=is_cache)
+    return [node for node in nodes if is_cache(node)]
 
 
 def _page_of(cache: KVCache, row: jax.Array, index: jax.Array) -> jax.Array:
@@ -137,13 +140,13 @@ def put_page(state: DecodeState, row: jax.Array, index: jax.Array, pages: PyTree
     given = iter(pages)
 
     def put(node: PyTree) -> PyTree:
-        if not _is_cache(node):
+        if not is_cache(node):
             return node
         page = _page_of(node, row, index)
         layers = jax.tree.map(lambda old, new: old.at[page].set(new), node.layers, next(given))
         return node.replace(layers=layers)
 
-    cache, drafter = jax.tree.map(put, (state.cache, state.drafter), is_leaf=_is_cache)
+    cache, drafter = jax.tree.map(put, (state.cache, state.drafter), is_leaf=is_cache)
     return state.replace(cache=cache, drafter=drafter)
 
 
@@ -152,7 +155,7 @@ def take_rest(state: DecodeState, row: jax.Array) -> PyTree:
     parts = state.cache, state.drafter
 
     def take(is_per_row: bool, node: PyTree) -> Any:
-        return node[row] if is_per_row and not _is_cache(node) else None
+        return node[row] if is_per_row and not is_cache(node) else None
 
     return jax.tree.leaves(jax.tree.map(take, has_rows(parts), parts))
 
@@ -162,7 +165,7 @@ def put_rest(state: DecodeState, row: jax.Array, rest: PyTree) -> DecodeState:
     parts, given = (state.cache, state.drafter), iter(rest)
 
     def put(is_per_row: bool, node: PyTree) -> PyTree:
-        return node.at[row].set(next(given)) if is_per_row and not _is_cache(node) else node
+        return node.at[row].set(next(given)) if is_per_row and not is_cache(node) else node
 
     cache, drafter = jax.tree.map(put, has_rows(parts), parts)
     return state.replace(cache=cache, drafter=drafter)

@@ -125,8 +125,8 @@ def _prefill_target(
     if features is not None:
         seen = jnp.where(is_here, rows, state.num_committed.shape[0])
         for place in range(rows.shape[0]):
-            own = (each[place] for each in (seen, starts, stops, features))
-            state = _tell_drafter(parts, parts.drafter.observe, params, state, *own)
+            chunk = seen[place], starts[place], stops[place], features[place]
+            state = _tell_drafter(parts, parts.drafter.observe, params, state, *chunk)
     return state, hidden, starts, stops
 
 
@@ -327,9 +327,9 @@ class DecodeLoop:
     def on_row(
         self, function, params: PyTree, state: DecodeState, row: jax.Array, *arguments: PyTree
     ) -> DecodeState:
-        """`function(params, state, row, *arguments)`, where the row is."""
+        """`function(params, state, row, *arguments)`; on one device the row is always here."""
         return function(params, state, row, *arguments)
 
     def of_row(self, function, state: DecodeState, row: jax.Array, *arguments: jax.Array) -> PyTree:
-        """What `function(state, row, *arguments)` returns, where the row is."""
+        """What `function(state, row, *arguments)` returns; on one device the row is always here."""
         return function(state, row, *arguments)

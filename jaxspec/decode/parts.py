@@ -31,8 +31,7 @@ class RoundParts:
       scheduler: which rows take part in a round.
       shape: that of the batch, with the widest window that the state is used with.
       num_stop_tokens: room for stop tokens per row.
-      layout: that of the target's cache; a drafter with a cache of its own chooses that one's
-        layout.
+      layout: the layout of the target's cache; a drafter's own cache is always ragged.
       logprobs: which log-probabilities are kept, if any.
       trace: what is recorded of each round, if anything.
       verify_length: tokens scored per round, at most `shape.verify_length`, which is the default;

@@ -21,7 +21,7 @@ from jaxspec.models.prefill import chain_window
 from jaxspec.telemetry.trace import TraceConfig, record_round
 from jaxspec.types import AcceptanceCounts, DecodeState, Logprobs, PyTree, RoundInfo
 
-SCORED_TOGETHER = 64  # positions of a prompt whose logits there are at a time
+SCORED_TOGETHER = 64  # prompt positions whose logits are computed at a time
 
 
 def record(
@@ -94,7 +94,8 @@ def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo)
 
 
 def _chosen(config: LogprobsConfig, logprobs: jax.Array, tokens: jax.Array) -> Logprobs:
-    """Of log-probabilities `[B, T, V]` those of `tokens` `[B, T]`, and the likeliest."""
+    """The log-probabilities of `tokens` `[B, T]` and of the likeliest tokens, selected from
+    `logprobs` `[B, T, V]`."""
     of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
     top, top_tokens = lax.top_k(logprobs, config.num_top)
     return Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
@@ -114,8 +115,8 @@ def record_prompt_logprobs(
     """The buffers with the log-probabilities, under the model's own logits, of the prompt tokens
     that follow those of some chunks.
 
-    The head runs in blocks of `SCORED_TOGETHER` positions, and only for blocks with tokens. A token
-    has its place in its block whatever else is prefilled.
+    The head runs in blocks of `SCORED_TOGETHER` positions, and only for blocks with tokens. Where a
+    token is in its block depends only on where it is in its chunk.
 
     Args:
       hidden: `[R, chunk, E]`, the target's last hidden states.

@@ -150,8 +150,8 @@ def make_window(state: DecodeState, draft: Draft, *, tree_depth: int) -> Window:
     `EngineShape`.
 
     Entry i is stored at slot `start + i` and has position `start + depth`. All T entries of a
-    running row are to be written, valid or not, so that no live block holds a slot with unknown
-    content; kernels that leave out padding do not mind it. Rows that have ended write nothing.
+    running row get a slot, valid or not, so that no live block holds a slot with unknown content
+    (kernels that skip padding can cope with that). Rows that have ended write nothing.
     """
     start = layouts.window_start(state)
     entry = jnp.arange(draft.tokens.shape[1] + 1, dtype=jnp.int32)[None]

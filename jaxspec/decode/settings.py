@@ -45,7 +45,7 @@ def as_draft_length(draft_length: Any) -> DraftLength | None:
 
 def warn_of_long_rows(target: Model, drafter: Drafter | None, max_length: int) -> None:
     """Says in the log, once for each model, that rows may become longer than what target or draft
-    model was trained for; models without a `ModelConfig` are taken to know what they do."""
+    model was trained for; models without a `ModelConfig` are not checked."""
     model: Any
     for role, model, effect in (
         ("target", target, "outputs"),

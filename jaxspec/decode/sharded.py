@@ -27,10 +27,10 @@ from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxspec.cache.pages import KVCache, LayerCache
+from jaxspec.cache.pages import LayerCache
 from jaxspec.decode.loop import DecodeLoop
 from jaxspec.decode.parts import RoundParts, params_of
-from jaxspec.decode.state import Admission, has_rows
+from jaxspec.decode.state import Admission, has_rows, is_cache
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import splittable
 from jaxspec.models.base import param_specs
@@ -117,10 +117,6 @@ def _is_split(specs: PyTree) -> bool:
 def _part(array: PyTree, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
     """Shape of the part of an array that one device holds."""
     return jax.ShapeDtypeStruct(sharding.shard_shape(array.shape), array.dtype)
-
-
-def _is_cache(node: PyTree) -> bool:
-    return isinstance(node, KVCache)
 
 
 def _is_layer(node: PyTree) -> bool:
@@ -223,8 +219,8 @@ class ShardedLoop:
         )
 
     def place_of_row(self, cache: PyTree, drafter: PyTree) -> tuple[PyTree, PyTree]:
-        """Shardings for the cache and drafter state of a `first_shard`, given those that they have
-        there, with which every shard has them."""
+        """Shardings with which every shard holds a copy of the cache and the drafter state of a
+        `first_shard`, given their shardings there."""
 
         def of(sharding: NamedSharding) -> NamedSharding:
             return NamedSharding(self.mesh, P(None, *sharding.spec[1:]))
@@ -276,7 +272,7 @@ class ShardedLoop:
         shards: their pages and tables are concatenated."""
 
         def of(is_per_row: bool, node: PyTree) -> PyTree:
-            return node if is_per_row or _is_cache(node) else change(node)
+            return node if is_per_row or is_cache(node) else change(node)
 
         return jax.tree.map(of, self._is_per_row, state)
 

@@ -112,17 +112,7 @@ def empty_state(
         draft_limit=zeros(),
         least_live=zeros(),
         stop_tokens=zeros(num_stop_tokens) - 1,
-        sampling=RowSampling(
-            temperature=floats(),
-            top_k=zeros(),
-            top_p=floats() + 1,
-            min_p=floats(),
-            repetition_penalty=floats() + 1,
-            presence_penalty=floats(),
-            frequency_penalty=floats(),
-            key=zeros(2, dtype=jnp.uint32),
-            prompt_length=zeros(),
-            min_length=zeros(),
+        sampling=sampling.neutral_sampling(num_rows).replace(
             bias=TokenBias(
                 tokens=zeros(MAX_BIASED_TOKENS) - 1,
                 values=floats(MAX_BIASED_TOKENS),
@@ -250,6 +240,11 @@ def scatter_rows(
     return jax.vmap(write_row)(buffer, target, values)
 
 
+def is_cache(node: PyTree) -> bool:
+    """Whether a node of a state is a cache, which some functions take as a whole."""
+    return isinstance(node, KVCache)
+
+
 def has_rows(state: PyTree) -> PyTree:
     """For each array of a state, whether it has a row axis; a cache as a whole has one.
 
@@ -285,14 +280,14 @@ def take_over_row(
       length: int32 scalar, slots of it that are copied.
     """
 
-    def take(has_rows: bool, leaf, other):
+    def take(is_per_row: bool, leaf, other):
         if isinstance(leaf, KVCache):
             return copy_row(leaf, row, other, source, length)
-        return leaf.at[row].set(other[source]) if has_rows else leaf
+        return leaf.at[row].set(other[source]) if is_per_row else leaf
 
-    is_per_row = has_rows(state)
-    cache = jax.tree.map(take, is_per_row.cache, state.cache, cache)
-    drafter = jax.tree.map(take, is_per_row.drafter, state.drafter, drafter)
+    per_row = has_rows(state)
+    cache = jax.tree.map(take, per_row.cache, state.cache, cache)
+    drafter = jax.tree.map(take, per_row.drafter, state.drafter, drafter)
     return state.replace(cache=cache, drafter=drafter)
 
 

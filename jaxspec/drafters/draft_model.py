@@ -29,7 +29,8 @@ from jax.sharding import PartitionSpec
 
 from jaxspec.cache.pages import BLOCK, KVCache, KvDtype, Ring, as_ring, round_up_to_block
 from jaxspec.drafters.base import Drafter
-from jaxspec.drafters.draft_tree import commit_tree, draft_tree, num_scratch_slots
+from jaxspec.drafters.draft_tree import commit_tree, draft_tree
+from jaxspec.drafters.growth import num_offsets
 from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
@@ -255,7 +256,7 @@ class DraftModel(Drafter):
 
     def _longest_draft(self, shape: EngineShape) -> int:
         """The number of slots, from the newest token's on, in which a round may store KV."""
-        num_scratch = 0 if self.tree is None else num_scratch_slots(self.tree)
+        num_scratch = 0 if self.tree is None else num_offsets(self.tree)
         return max(shape.verify_length, 1 + num_scratch)
 
     @property
@@ -295,7 +296,7 @@ class DraftModel(Drafter):
         """An empty cache; with a tree it has room for the expanded nodes after the newest token."""
         capacity, stored, num_written = shape.max_length, None, None
         if self.tree is not None:
-            capacity += num_scratch_slots(self.tree)
+            capacity += num_offsets(self.tree)
             stored = jnp.full((shape.batch_size, self.tree.num_nodes), -1, jnp.int32)
         if self.kv_window is not None:
             num_written = jnp.zeros((shape.batch_size,), jnp.int32)
@@ -454,9 +455,9 @@ class DraftModel(Drafter):
             num_valid=num_valid,
             q=drafting.distributions,
         )
-        num_prefilled = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
+        num_read = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
         state = state.replace(
-            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_prefilled
+            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_read
         )
         return draft, state
 

@@ -27,7 +27,6 @@ from jaxspec.drafters.growth import (
     at,
     count_levels,
     index_of,
-    num_offsets,
 )
 from jaxspec.drafters.trees import Tree
 from jaxspec.models.base import Model, kernels_of
@@ -40,11 +39,6 @@ from jaxspec.types import BatchView, Draft, EngineShape, PyTree, Window
 # probabilities. Of the values 1 to 6 (sampled: 1 to 3) these gave the most tokens per round on the
 # embedded pair, with trees of 16 nodes: 4.40 instead of 3.68 at 1, and 3.45 instead of 3.36.
 GREEDY_SHARPNESS, SAMPLED_SHARPNESS = 3.0, 1.5
-
-
-def num_scratch_slots(tree: Tree) -> int:
-    """The number of slots after the newest token's that hold the KV of expanded nodes."""
-    return num_offsets(tree)
 
 
 class TreeDraft(struct.PyTreeNode, kw_only=True):
@@ -89,7 +83,7 @@ def draft_tree(
       tree: which children are expanded, and which are kept.
       shape: the engine's.
       params: the draft model's.
-      cache: of the draft model, with room for `num_scratch_slots` after any newest token.
+      cache: of the draft model, with room for `num_offsets(tree)` slots after any newest token.
       rows: the batch.
       num_seen: `[B]` int32, tokens whose KV is in the cache.
       token_map: the tokens that logits are of, see `Grower`.

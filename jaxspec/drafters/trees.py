@@ -416,7 +416,8 @@ class BudgetTree(Tree):
         flat = jnp.where(is_good, value, -jnp.inf).reshape(value.shape[0], -1)
         num_left = self._num_left(before)
         best, place = lax.top_k(flat, min(self.nodes, flat.shape[1]))
-        # As good as the last one that is within, which is cheaper to tell than to mark them.
+        # Candidates at least as good as the last one that fits the budget: comparing them is
+        # cheaper than marking the chosen places.
         last = jnp.clip(num_left - 1, 0, best.shape[1] - 1)[:, None]
         worst, last_place = (jnp.take_along_axis(of, last, axis=1) for of in (best, place))
         is_first = jnp.arange(flat.shape[1], dtype=jnp.int32)[None] <= last_place

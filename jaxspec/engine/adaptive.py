@@ -7,15 +7,17 @@ including the round's share of the drafter's prompt prefill. The controller pick
 highest `E(n) / t(n)`. Variants of a drafter draft the same tokens, so they share E, but each has a
 t of its own; the controller picks the variant together with n. It estimates `a_j` from the running
 rows, and forgets old rounds slowly. Round times are measured on empty rows, with the engine's own
-programs, and corrected by the rounds that requests run (`engine.round_times`). Rounds compute their
-padding, so they cost the same however many rows are running, and whatever was found to draft: on
-empty rows an n-gram drafter finds nothing. (In front of heads it finds what such a row repeats, and
-the heads rest; what they cost is learnt from the rounds of requests.)
+programs, and corrected by the rounds that requests run (`engine.round_times`). A measured round
+scores every token that its kind may draft, whether or not the drafter found any. With kernels that
+skip padding a later round may score fewer: its time is taken to lie between plain decoding and the
+full round, by the share of drafts that is expected. (Where an n-gram drafter in front of heads
+finds something on empty rows, the heads do not run; what they cost is learnt from the rounds of
+requests.)
 
-For a tree, n is the number of nodes. Nodes are ordered by their worth, so what n of them would have
-emitted is known from rounds that drafted more: `E(n) = 1 + sum of the first n nodes' chances` to be
-on the accepted path. Trees are large, and only the numbers of nodes that fill a window bucket are
-considered.
+For a tree, n is the number of nodes. Nodes are ordered best first, so rounds that drafted more also
+tell what the first n nodes would have emitted: E(n) is 1 plus the sum, over the first n nodes, of
+the probability that a node is on the accepted path. Trees are large, and only the numbers of nodes
+that fill a window bucket are considered.
 
 Three rules limit the cost of a wrong choice. The controller drafts, and changes its draft length,
 only for a clear gain. It stops drafting only when the acceptance seen makes it unlikely that drafts
@@ -58,12 +60,13 @@ from jaxspec.types import DecodeState
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
-# Of the time since the last trial, what the next one may cost: while nothing is drafted, where the
-# share halves with each trial that does not pay; and while something is.
+# The share of the time since the last trial that the next trial may cost. While nothing is drafted
+# it starts at the first share and halves with each trial that does not pay, down to the least one;
+# while something is drafted it is `RETIMING_SHARE`.
 FIRST_TRIAL_SHARE, LEAST_TRIAL_SHARE = 0.04, 0.005
 RETIMING_SHARE = 0.01
-# Kinds whose time is uncertain are tried if they may be the fastest, being faster than they seem by
-# so many standard errors; at least so many rounds after the last trial.
+# The kind that would be the fastest if it were `OPTIMISM` standard errors faster than it seems is
+# tried if it would then beat the current one, `RETIMED_AFTER` rounds or more after the last trial.
 OPTIMISM, RETIMED_AFTER = 2.5, 128
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
@@ -87,8 +90,8 @@ class Choice:
     """What to do next.
 
     Attributes:
-      kind: of the rounds.
-      num_rounds: after how many rounds to choose again.
+      kind: the kind of the next rounds.
+      num_rounds: the number of rounds after which to choose again.
     """
 
     kind: RoundKind
@@ -109,11 +112,11 @@ class DraftLengthController:
     """Chooses among the kinds of rounds that `times` knows of.
 
     Args:
-      times: of the engine's rounds, as measured before any request.
+      times: seconds per round of each kind, as measured before any request.
       is_chain: whether a drafted token can be accepted only after the one before it. The nodes of a
-        tree are in the order of their worth, and the probability of each is that it is on the
-        accepted path, whether the node before it is or not.
-      num_rows: of the batch.
+        tree are ordered best first, and the probability of each is that it is on the accepted path,
+        whether or not the node before it is.
+      num_rows: B, rows of the batch.
       skips_padding: whether a round costs what was drafted, rather than what could have been.
     """
 
@@ -144,9 +147,9 @@ class DraftLengthController:
         self._num_known = 0.0
         self._current: RoundKind | None = None
         self._is_trial = False
-        self._num_trials = 0  # that did not pay, since drafting was ended
-        self._ended_with = 0.0  # chunks per token of the requests for which it was
-        # When, by the seconds spent, the last trial was, and the next look at what is affordable.
+        self._num_trials = 0  # since drafting was last ended
+        self._ended_with = 0.0  # `chunks_per_token` when drafting was last found not to pay
+        # Values of `_spent_s`: at the last trial, and from which on to look for another one.
         self._tried_at_s = self._look_at_s = self._spent_s
         self._rounds_since_trial = 0
 
@@ -156,15 +159,15 @@ class DraftLengthController:
         return None if self._current is None else self._current.draft_length
 
     def acceptance(self, doubt: float = 0.0, *, is_cautious: bool = False) -> tuple[float, ...]:
-        """Probability that the draft at each position is accepted, of a chain with all before it. A
-        position that was seldom reached is assumed to be like the one before it.
+        """Probability that the draft at each position is accepted; in a chain, together with all
+        before it. A position that was rarely reached is assumed to be like the one before it.
 
         Args:
-          doubt: standard errors to be added to what was found. The error meant is that of the sum
-            up to a position, which is what the choice depends on; errors of the positions add up to
-            more than that.
-          is_cautious: assume of the n-th node of a tree that it has (n - 1) / n of the chance of
-            the one before it.
+          doubt: number of standard errors by which to raise the result. They are errors of the sum
+            up to a position, on which the choice depends, and smaller than the sum of the
+            positions' own errors.
+          is_cautious: for a tree, assume (n - 1) / n of the previous node's probability as the
+            prior of the n-th node, instead of all of it.
         """
         found, chances, variances = [], [], []
         slopes: list[float] = []  # by how much the sum so far grows with each of the chances
@@ -248,7 +251,7 @@ class DraftLengthController:
         if self._current is not None and not self._is_trial and not is_lighter:
             if self._current == PLAIN and self._spent_s < self._look_at_s:
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
-            # Nodes that were never drafted would look best for ever, and a trial of so many of
+            # Nodes that were never drafted would look best forever, and a trial of so many of
             # them may never be affordable.
             likely = rates_if(is_cautious=self._current == PLAIN)
             other = self._affordable_trial(likely, context, count_unprefilled)
@@ -258,15 +261,15 @@ class DraftLengthController:
             if self._current == PLAIN:
                 self._look_at_s = self._spent_s + LOOK_AGAIN * (self._spent_s - self._tried_at_s)
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
-        worth = _worth(rates_if(is_cautious=is_lighter))
-        if self._current != PLAIN and worth[PLAIN] == max(worth.values()):
+        compared = _comparable(rates_if(is_cautious=is_lighter))
+        if self._current != PLAIN and compared[PLAIN] == max(compared.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
-            worth = _worth(rates_if(doubt=DOUBT))
+            compared = _comparable(rates_if(doubt=DOUBT))
         was_resting = self._current == PLAIN
-        best = max(worth, key=worth.__getitem__)
+        best = max(compared, key=compared.__getitem__)
         needed = 1.0 if best == PLAIN else 1 + CLEAR_GAIN
-        if self._current is None or worth[best] > needed * worth[self._current]:
+        if self._current is None or compared[best] > needed * compared[self._current]:
             self._current = best
         if self._is_trial or self._current == PLAIN:
             self._num_trials = self._num_trials + 1 if was_resting else 0
@@ -339,14 +342,15 @@ class DraftLengthController:
         """Records the result of a choice.
 
         Args:
-          draft_length: as chosen.
-          variant: likewise.
+          draft_length: the `Choice.draft_length` that was run.
+          variant: its `Choice.variant`.
           context: committed tokens of the longest row.
           num_rounds: rounds that were run.
           num_row_rounds: rounds summed over the rows that drafted this many tokens.
-          num_accepted_at: of these, those that accepted position j (of a chain: and all before).
-          num_drafted_at: of these, those that had a draft at position j; None: all.
-          seconds: that the rounds took, with one call; None if that is not known.
+          num_accepted_at: for each position j, how many of these row rounds accepted it (in a
+            chain: and all positions before it).
+          num_drafted_at: for each position j, how many of them had a draft there; None for all.
+          seconds: how long the call that ran the rounds took; None if it was not timed.
         """
         kind = RoundKind(draft_length, variant)
         self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
@@ -380,7 +384,7 @@ class DraftLengthController:
         self._drafted = [share_kept * drafted for drafted in self._drafted]
 
 
-def _worth(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
+def _comparable(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
     """Rates as they are compared: plain decoding is certain, and drafting must beat it clearly."""
     return {kind: rate / (1 + CLEAR_GAIN * (kind != PLAIN)) for kind, rate in rates.items()}
 

@@ -11,7 +11,15 @@ import logging
 import math
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Iterator,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 import numpy as np
@@ -268,7 +276,7 @@ class EngineCore:
     def stream(self, ticket: Ticket) -> Generator[StreamOutput, None, None]:
         """The output of a ticket as it is emitted. Closing the iterator cancels the ticket."""
         outputs = self._stream(ticket)
-        next(outputs)  # a generator that has not begun would be closed without a word
+        next(outputs)  # begins the generator: closing one that has not begun runs no `finally`
         return outputs
 
     def _stream(self, ticket: Ticket) -> Generator[Any, None, None]:
@@ -296,7 +304,7 @@ class EngineCore:
         if not wait:
             add(ticket)
         outputs = self._astream(ticket, add if wait else None)
-        # An event loop that does not run any more closes no generator.
+        # An event loop that has stopped does not close its generators.
         weakref.finalize(outputs, self.queue.give_up, [ticket]).atexit = False
         return outputs
 
@@ -310,15 +318,8 @@ class EngineCore:
                     yield output
             return
         with self._shared_steps.for_stream(ticket):
-            while add is not None:
-                try:
-                    add(ticket)
-                    break
-                except QueueFullError:
-                    await self._shared_steps.wait_for_step()
-                if ticket.is_overdue:
-                    self.queue.abort(ticket, Finish.TIMEOUT)
-                    break
+            if add is not None:
+                await self._add_when_possible(ticket, add, self._shared_steps.wait_for_step)
             try:
                 is_done = False
                 while not is_done:
@@ -334,21 +335,31 @@ class EngineCore:
         self, ticket: Ticket, driver: Driver, add: Callable[[Ticket], object] | None
     ) -> AsyncGenerator[StreamOutput, None]:
         try:
-            while add is not None:
-                try:
-                    add(ticket)
-                    break
-                except QueueFullError:
-                    await driver.await_step()
-                if ticket.is_overdue:
-                    self.queue.abort(ticket, Finish.TIMEOUT)
-                    break
+            if add is not None:
+                await self._add_when_possible(ticket, add, driver.await_step)
             outputs = driver.astream(ticket)
             async with contextlib.aclosing(outputs):
                 async for output in outputs:
                     yield output
         finally:
             self.queue.give_up([ticket])
+
+    async def _add_when_possible(
+        self,
+        ticket: Ticket,
+        add: Callable[[Ticket], object],
+        wait_for_step: Callable[[], Awaitable[None]],
+    ) -> None:
+        """Queues a ticket as soon as there is a place for it, or ends it when its time is up."""
+        while True:
+            try:
+                add(ticket)
+                return
+            except QueueFullError:
+                await wait_for_step()
+            if ticket.is_overdue:
+                self.queue.abort(ticket, Finish.TIMEOUT)
+                return
 
     # The parts of a step, in the order they run.
 

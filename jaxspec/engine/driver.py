@@ -22,7 +22,7 @@ Receive: TypeAlias = Callable[[StreamOutput], object]
 
 class DeviceLock:
     """A reentrant lock. A thread that takes it again and again lets others have it in between by
-    calling `let_others_in`; otherwise they might wait for ever."""
+    calling `let_others_in`; otherwise they might wait forever."""
 
     def __init__(self):
         self._lock = threading.RLock()

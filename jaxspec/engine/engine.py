@@ -56,13 +56,20 @@ class Engine:
     Args:
       target: the model to decode with; a name is passed to `load_model`. On a CPU a model that you
         loaded yourself is kept beside the packed copy that the engine decodes with.
-      drafter: what proposes tokens, or its name: `ngram`, `ngram:MIN-MAX`, the name of a draft
-        model, or `package.module:factory`. None and `none` decode plainly, one token per step.
+      drafter: what proposes tokens, or what names it for `load_drafter`: a kind such as `ngram`, a
+        draft model, `KIND:MODEL`, `package.module:factory`, or a dict such as `{"kind": "ngram",
+        "prompt_lookup_max": 3}`. None and `none` decode plainly, one token per step.
       settings: those of `EngineConfig`, all of which have defaults: `batch_size`, `max_length`,
         `draft_length`, `verifier`, `scheduler` and others.
 
     Attributes:
       config: the settings.
+      target: the target with its present weights, packed for its kernels.
+      drafter: as given, or made from what named it; None without one.
+      draft_length: most tokens drafted per round; 0 without a drafter.
+      adaptive: with `draft_length="auto"`, what chooses the draft lengths; otherwise None.
+      verify_lengths: tokens scored per round, from the narrowest window to the widest.
+      num_residents: rows on the device, in the batch or waiting to join it.
       executor: holds the rows on the device and the compiled programs; for checks and measurements.
       queue: requests that are waiting or have a row.
       row_store: moves rows that sessions keep; for checks and measurements.
@@ -90,7 +97,7 @@ class Engine:
     def __init__(
         self,
         target: Model | str,
-        drafter: Drafter | str | None = None,
+        drafter: Drafter | str | Mapping[str, Any] | None = None,
         **settings: Unpack[EngineSettings],
     ):
         self.config = config = EngineConfig(**settings)
@@ -160,8 +167,8 @@ class Engine:
     def metrics(self) -> dict[str, Any]:
         """Counters over the engine's life, under vLLM's names (see `telemetry.Metrics.snapshot`),
         and how many requests have a row (`num_running`) or wait for one (`num_waiting`) now.
-        Those of its sessions: tokens whose KV is now in rows (`num_resident_tokens`) and on the
-        host (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
+        For its sessions: tokens whose KV is now in rows (`num_resident_tokens`) and on the host
+        (`num_parked_tokens`, `parked_bytes`), and prompt tokens whose KV was reused, prefilled
         again and dropped so far (`num_reused_tokens`, `num_reread_tokens`, `num_dropped_tokens`).
         """
         self._core.release()
@@ -461,7 +468,7 @@ class Engine:
 
         Arrays that are on the engine's device and need no packing are not copied. If they are
         deleted later, such as by a step of training that they are donated to, requests are refused
-        until this was called with others. Requests that had begun by then end with the stop reason
+        until this is called with others. Requests that had begun by then end with the stop reason
         `device failure`; those that were waiting are decoded with the new weights.
 
         Raises:
@@ -496,10 +503,10 @@ class Engine:
     def warm_up(
         self, on_program: OnProgram | None = None, *, scoring: bool = False
     ) -> tuple[Compiled, ...]:
-        """Compiles every program ahead of the first request instead of at its first use; see
-        `Executor.warm_up`; with `scoring` that of `prompt_logprobs` too.
-        With `draft_length="auto"` it then measures the rounds, unless requests
-        are being decoded. Any thread may call it.
+        """Compiles every program before the first request instead of at its first use; see
+        `Executor.warm_up`. With `scoring`, also the programs that `prompt_logprobs` need. With
+        `draft_length="auto"` it then measures the rounds, unless requests are being decoded. Any
+        thread may call it.
 
         Raises:
           RequestError: with `step_timeout_s`, the device does not answer.

@@ -81,11 +81,12 @@ class Executor:
     reference to `state` across calls.
 
     Args:
-      parts: those of one data shard; `make_parts` makes them from settings.
+      parts: the parts of one data shard; `make_parts` makes them from settings.
       exactness: `ties` compiles rounds of several verify lengths, and `run` uses the narrowest that
         fits a draft length. So does `bitwise` if that changes no bit; see `decode.buckets`.
-      is_adaptive: whether `warm_up` also compiles the programs that pause the drafter and let it
-        catch up.
+      is_adaptive: whether the draft length may change from round to round. Then rounds of more
+        verify lengths and drafter variants are compiled where that changes no bit (or with `ties`),
+        and the programs that pause the drafter and let it catch up are among those of `warm_up`.
       check_invariants: run round by round, with NaN wherever there is no committed KV, and check
         the state with `invariants.broken_invariants` after each round.
       mesh: devices to use, as in `Engine`; its data axis multiplies the rows.
@@ -94,18 +95,18 @@ class Executor:
       SettingError: the state does not fit into memory, or the mesh does not fit the parts.
 
     Attributes:
-      parts: those of one shard.
+      parts: the parts of one shard.
       loop: the functions of `decode.loop` on these devices.
       mesh: a mesh with axes `data` and `model`, or None.
-      shape: that of the whole batch, whose `batch_size` counts the rows of all shards.
+      shape: the shape of the whole batch, whose `batch_size` counts the rows of all shards.
       num_rows: number of rows of the state, in the batch or waiting to join it.
       num_shards: D, data shards.
-      params: those of target and drafter, where the programs expect them.
+      params: the parameters of target and drafter, on the devices where the programs expect them.
       home: where the state is: the sharding of its arrays, or None for wherever JAX puts it.
       memory: the bytes that weights and state take.
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
-      variants: those of the drafter, between which `run` can choose; see
-        `Drafter.variants`. If there is only one, it is the one that `choose_variant` returned.
+      variants: the numbers that `run` takes as `variant`; see `Drafter.variants`. `(0,)` if there
+        is no choice: 0 is then the variant that `choose_variant` returned.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       is_resting_program_used: whether rounds that draft nothing run in a program without draft
         steps, of the same width as the others (`programs["rest"]`). It is compiled if the draft
@@ -378,9 +379,9 @@ class Executor:
         self.state = self.state.replace(draft_limit=jax.device_put(limits, place))
 
     def set_least_live(self, num_tokens: int) -> None:
-        """Has the next rounds compute at least so many tokens of every running row, drafted or not,
-        so that what they take can be compared; 0 ends it. Rounds that compute whole windows do not
-        change."""
+        """Makes the next rounds compute at least `num_tokens` tokens of every running row, drafted
+        or not, so that their times can be compared; 0 undoes this. It has no effect on rounds that
+        compute whole windows anyway."""
         place = self.state.least_live.sharding
         least = np.full((self.num_rows,), num_tokens, np.int32)
         self.state = self.state.replace(least_live=jax.device_put(least, place))
@@ -578,7 +579,9 @@ class Executor:
 
 
 def make_executor(
-    target: Model | str, drafter: Drafter | str | None = None, **settings: Unpack[EngineSettings]
+    target: Model | str,
+    drafter: Drafter | str | Mapping[str, Any] | None = None,
+    **settings: Unpack[EngineSettings],
 ) -> Executor:
     """The executor of an engine with these settings; see `executor_of`."""
     target = as_model(target)

@@ -158,7 +158,7 @@ class Ticket:
         return bool(self.pending_output) or self.completion is not None
 
     def streamed(self) -> Ticket:
-        """The same ticket, with output that is read as it is emitted."""
+        """A copy of the ticket, with output that the caller reads as it is emitted."""
         return dataclasses.replace(self, has_consumer=True, is_streamed=True)
 
     @property
@@ -236,8 +236,8 @@ class RequestQueue:
       abort: makes the completion of a request that emitted nothing.
 
     Attributes:
-      on_change: called after a ticket was added, given up or finished, perhaps by Python where it
-        frees a stream.
+      on_change: called after a ticket was added, given up or finished. Python may call it at any
+        time, when it frees an abandoned stream.
       on_finish: called with a ticket that has got its completion.
     """
 
@@ -263,7 +263,7 @@ class RequestQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """Whether tickets have no row."""
+        """Whether any ticket waits for a row."""
         return bool(self._waiting)
 
     @property
@@ -285,8 +285,8 @@ class RequestQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every ticket has ended or was given up, and `take_finished` has returned, and
-        will return, all that it has to."""
+        """Whether every ticket has ended or was given up, and `take_finished` has nothing left to
+        return, now or later."""
         with self._lock:
             return not self._finished and all(
                 ticket.given_up is not None and ticket.has_consumer for ticket in self.unfinished

@@ -1,5 +1,5 @@
-"""Rows that outlive their request: continued with another prompt, copied out of the state, put
-back; see `decode.kept`."""
+"""Moves the rows of an executor with compiled programs of their own: continues them with another
+prompt, copies them out of the state, and puts them back; see `decode.kept`."""
 
 from __future__ import annotations
 
@@ -41,6 +41,7 @@ class RowStore:
 
         def put(function: Callable[..., DecodeState]):
             def put_on_row(state: DecodeState, row: jax.Array, *given: PyTree):
+                # `on_row` passes the parameters first; these functions take none.
                 return loop.on_row(lambda _, *each: function(*each), (), state, row, *given)
 
             return put_on_row
@@ -144,8 +145,8 @@ class RowStore:
     @functools.cached_property
     def keeps_prompt_bits(self) -> bool:
         """Whether a token's KV has the same bits from a round as from a prefill chunk, wherever the
-        chunk begins: true if the kernels' bits do not depend on the width, which has been tested
-        (see `models.width_probe`)."""
+        chunk begins: on one device, in the ragged layout, with the target's own forward pass, if
+        the kernels' bits were found not to depend on the width (see `models.width_probe`)."""
         executor, parts = self._executor, self._executor.parts
         shape = parts.shape
         sizes = (

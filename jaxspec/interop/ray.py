@@ -89,7 +89,7 @@ class Predictor:
         if num_cpus >= ray.cluster_resources().get("CPU", 0) > 0:
             raise SettingError(
                 f"An actor was given all {num_cpus:.0f} CPUs of the cluster, and Ray's own tasks "
-                "would wait for one for ever; give it fewer (num_cpus)."
+                "would wait for one forever; give it fewer (num_cpus)."
             )
         os.environ.setdefault("JAXSPEC_NUM_THREADS", str(max(int(num_cpus), 1)))
         enable_compilation_cache()

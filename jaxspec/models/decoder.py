@@ -486,7 +486,7 @@ def training_features(
     """Residual stream `[B, T, n, E]` of packed sequences after each of `taps` layers, as in
     `forward_features`, but computed as in `training_logits`."""
     params = unpacked(params)
-    hidden = embed(params, tokens)
+    hidden = embed(params, rows_of(config, tokens))
     streams, done = {0: hidden}, 0
     for stop in sorted({*taps}):
         hidden = training_layers(config, params, hidden, segments, start=done, stop=stop)

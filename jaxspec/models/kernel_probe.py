@@ -26,6 +26,7 @@ from jaxspec.kernels.xla import block_attention
 from jaxspec.models import layers
 from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import chain_window
+from jaxspec.models.shapes import shortened
 from jaxspec.models.width_probe import branches
 from jaxspec.runtime.environment import note_fallback
 from jaxspec.types import EngineShape, PyTree, Window
@@ -34,8 +35,8 @@ _log = logging.getLogger(__name__)
 
 # What takes the place of kernels that do not work.
 FALLBACKS: dict[KernelsName, KernelsName] = {"mosaic": "pallas", "pallas": "xla", "native": "xla"}
-# The largest difference, as a fraction of the largest value of its token: the heads of a long
-# context are averages of many values, and thereby far smaller than those of a short one. In 16 bits
+# The largest difference, as a fraction of the largest value of its token. (Attention over a long
+# context averages many values, so its results are far smaller than over a short one.) In 16 bits
 # kernels that work differ by one unit in the last place, or by two (7.8e-3 each in bfloat16).
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2, "float16": 8e-3}
 MOST_ROWS = 4  # of a probe, whatever the batch size: rows do not depend on each other
@@ -152,19 +153,11 @@ def _attention(
         if name in ("qkv_bias", "q_norm", "k_norm")
     }
     settings = layers.attention_settings(config, first)
+    one_layer = dataclasses.replace(model, config=shortened(config, 1))
 
     @jax.jit
     def inputs(key: jax.Array, start: jax.Array) -> PyTree:
-        cache = kv.init_cache(
-            num_layers=1,
-            num_rows=num_rows,
-            capacity=capacity,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            dtype=dtype,
-            kv_dtype=model.kv_dtype,
-            is_written_by_head=model.platform == "tpu",
-        )
+        cache = one_layer.init_cache(num_rows, capacity)
         keys = jax.random.split(key, 3)
         shape = (num_rows, num_tokens, config.num_kv_heads, config.group + 2, config.head_size)
         qkv = jax.random.normal(keys[0], shape, dtype)

@@ -1,9 +1,10 @@
 """Prefill: computes the KV of prompts, some chunks in one call of one shape.
 
-A prompt is prefilled up to its last token but one; the last token is the root of the first round's
-window. So prefill needs no logits. The chunks of a call are of any rows, also several consecutive
-ones of one row, because a layer writes the KV of all chunks before it reads any. So a request's KV
-depends neither on what else is being decoded nor on how chunks are divided among calls.
+A prompt is prefilled up to, but not including, its last token, which is the root of the first
+round's window; so prefill needs no logits. The chunks of a call may belong to any rows, and several
+consecutive ones to the same row, because a layer writes the KV of all chunks before it reads any. A
+request's KV therefore depends neither on what else is being decoded nor on how chunks are divided
+among calls.
 """
 
 from __future__ import annotations

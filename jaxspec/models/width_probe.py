@@ -10,6 +10,7 @@ is tested too: filters, draws and log-probabilities.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import math
@@ -27,6 +28,7 @@ from jaxspec.kernels import sums
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, Model, kernels_of, logits_of, packed_model
 from jaxspec.models.prefill import chain_window
+from jaxspec.models.shapes import shortened
 from jaxspec.runtime.environment import loops_run_on_host
 from jaxspec.types import PyTree, Window
 
@@ -92,19 +94,8 @@ def _first_layer(model: LanguageModel) -> tuple[_Score, _InitCache]:
         )
         return decoder.head(config, params, hidden, window=window, kernels=kernels), cache
 
-    def init(num_rows, capacity):
-        return kv.init_cache(
-            num_layers=1,
-            num_rows=num_rows,
-            capacity=capacity,
-            num_kv_heads=config.num_kv_heads,
-            head_size=config.head_size,
-            dtype=model.dtype,
-            kv_dtype=model.kv_dtype,
-            is_written_by_head=model.platform == "tpu",
-        )
-
-    return score, init
+    one_layer = dataclasses.replace(model, config=shortened(config, 1))
+    return score, one_layer.init_cache
 
 
 def _try_widths(

@@ -350,7 +350,7 @@ def test_without_slots_for_expanded_nodes_a_long_text_gets_another_tree(monkeypa
         return [paths_of(draft, row) for row in range(4)]
 
     found = trees()
-    monkeypatch.setattr(draft_model, "num_scratch_slots", lambda tree: 0)
+    monkeypatch.setattr(draft_model, "num_offsets", lambda tree: 0)
     short = trees()
     assert short[:3] == found[:3]
     assert short[3] != found[3]

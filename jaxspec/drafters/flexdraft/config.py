@@ -9,8 +9,8 @@ from jaxspec.errors import ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 
-# The parameters of a layer that mask rows have versions of; all others are the target's.
 LARGEST = 2**20  # block size, and rank
+# The layer parameters of which mask rows have their own versions; all others are the target's.
 DRAFT_PROJECTORS = ("qkv", "qkv_bias", "q_norm", "k_norm", "output", "output_bias")
 
 

@@ -70,7 +70,7 @@ class FlexDraft(TrainedDrafter):
     probability of a draft's distribution at temperature 1, independent of the drawn token, so that
     the cut does not bias `rejection` and `block`.
 
-    Mask rows whose logits are NaN propose as if they knew nothing.
+    Mask rows whose logits are NaN propose from a uniform distribution.
 
     Attributes:
       config: sizes.

@@ -14,7 +14,7 @@ Connection: TypeAlias = Literal["attention", "mlp", "none"]
 Gate: TypeAlias = Literal["dot", "cosine"]
 BlockPart: TypeAlias = Literal["whole", "attention"]
 
-# Fields that only some kinds may have other values of than the default.
+# Fields that may differ from their defaults only for some kinds.
 _FIELDS_OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "num_layers": ("medusa",),
     "connection": ("clover",),
@@ -25,7 +25,7 @@ _FIELDS_OF_KINDS: dict[str, tuple[Kind, ...]] = {
     "num_gate_heads": ("clover", "clover2"),
     "has_silu": ("clover", "clover2"),
 }
-# Of a layer, the parameters that a block of attention alone does not have.
+# The parameters of a layer that a block with attention only does not have.
 _FEED_FORWARD = frozenset({"feed_forward_norm", "gate_up", "down", "post_feed_forward_norm"})
 
 
@@ -137,8 +137,9 @@ class HeadsConfig:
 def heads_config(
     kind: Kind, target: ModelConfig, *, num_heads: int | None = None, **fields: Any
 ) -> HeadsConfig:
-    """The heads of a paper for a target: Medusa's and Hydra's four with the target's head, Clover's
-    three behind one augmenting block, Clover-2's five behind two layers.
+    """Heads for a target with a paper's sizes: four for Medusa and Hydra, which use the target's
+    head; three after an augmenting block of one layer for Clover; five after one of two layers for
+    Clover-2.
 
     Args:
       kind: which.

@@ -7,10 +7,10 @@ through the target. `observe` is shown the features of prompts, `commit` those o
     tokens      x_0  x_1  ...  x_{n-2}  x_{n-1}
     features    f_0  f_1  ...  f_{n-2}             head k proposes x_{n+k}
 
-An augmenting block reads one entry per position, feature t in slot t (Clover-2's also reads the
-token at t + 1), always the target's own features: those of rejected tokens are never stored, and
-nothing that heads made themselves is. Features are kept, so that the block need not read each as it
-comes: it is skipped in plain steps and catches up before the next draft.
+An augmenting block reads one entry per position: feature t is in slot t, and Clover-2's entry also
+depends on the token at t + 1. The features are always the target's own: features of rejected tokens
+are never stored, and neither are states that the heads computed. Because features are stored, the
+block need not run in plain steps; it catches up before the next draft.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from jaxspec.types import (
 )
 
 DEFAULT_NODES = 4  # Clover's budget, at which it found that more nodes hardly pay in large batches
-# Of a head's parameters, the weights of products.
+# The parameters of heads that are weights of products.
 PRODUCTS = frozenset({"weight", "query", "key", "value", "head", "head_columns"})
 Carry = TypeVar("Carry")
 
@@ -63,11 +63,11 @@ class HeadsState(struct.PyTreeNode, kw_only=True):
     Attributes:
       anchor: `[B, E]`, what `formulas.anchor` made of the newest feature that was read.
       is_ready: `[B]` bool, whether there is one; a prompt of one token has none.
-      num_taken: `[B]` int32, positions whose features were taken, in order from the first.
-      num_seen: `[B]` int32, of these the positions that the block has read; without a block, all.
-      features: those of all positions, for a block to read: a cache of one layer and head, whose k
-        is the first half of each, and v the other. None without a block.
-      cache: of the block; None without one.
+      num_taken: `[B]` int32, number of positions, from the first on, whose features were received.
+      num_seen: `[B]` int32, how many of these the block has read; without a block, all of them.
+      features: the features of all these positions, stored as a cache of one layer and one head: k
+        holds the first half of a feature, v the second. None without a block.
+      cache: the block's KV; None without a block.
     """
 
     anchor: jax.Array
@@ -127,7 +127,7 @@ class Heads(TrainedDrafter):
     `StaticTree`. The value of a node is the probability of its path.
 
     A head whose logits are NaN proposes no nodes of a tree, and an arbitrary token of a chain; for
-    verifiers that need its distribution it proposes as if it knew nothing.
+    verifiers that need its distribution it proposes from a uniform one.
 
     With an `ngram`, a row whose last tokens occurred before gets the tokens that followed there,
     and heads draft only for rows where it finds nothing: n-grams draft copied text better, heads
@@ -687,10 +687,11 @@ class Heads(TrainedDrafter):
         return look_up
 
     def rewind(self, shape, params, state: HeadsState, rows: BatchView, row, num_kept):
-        """What was cut away is forgotten; the row draws again after its next round.
+        """Forgets what was cut off. If the row's anchor goes with it, the row drafts again once a
+        new feature has been read; the engine prefills the last kept token again for that.
 
-        The anchor of an earlier feature is gone, and Clover-2's entry at t holds the token at
-        t + 1, so that one entry less stays.
+        The anchor of an earlier feature is no longer stored. Clover-2's entry at t also depends on
+        the token at t + 1, so one entry fewer is kept.
         """
         stays = num_kept - 1 if self.config.kind == "clover2" else num_kept
         is_cut = state.num_seen[row] >= num_kept
