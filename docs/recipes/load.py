@@ -63,7 +63,7 @@ async def ask_all(url, target, prompts, num_clients):
     return {
         "tokens_per_s": sum(number for number, _ in found) / spent_s,
         "client_cpu": (time.process_time() - cpu_s) / spent_s,
-        "first_ms": [1e3 * times_s[0] for _, times_s in found],
+        "first_ms": [1e3 * times_s[0] for _, times_s in found if times_s],
         "gap_ms": [1e3 * gap for _, times_s in found for gap in np.diff(times_s)],
     }
 

@@ -60,6 +60,7 @@ def test_submitted_requests_keep_the_batch_full(engine):
 
 def test_the_check_above_sees_rows_that_starve(engine, monkeypatch):
     monkeypatch.setattr(core, "CHUNKS_PER_IDLE_ROW", 0)
+    monkeypatch.setattr(core, "CHUNKS_OF_A_BURST", 0)
     num_rounds, num_running, first_token, _ = decode(engine, PROMPTS, PARAMS)
     assert num_rounds > 350
     assert num_running < 2
@@ -93,6 +94,18 @@ def test_one_long_prompt_is_read_a_chunk_at_a_time_however_many_rows_are_idle(
         next(stream)
     assert calls == ["prefill", "run"] * num_calls + ["run"] * (4 - num_calls)
     stream.close()
+    while engine.has_unfinished:
+        engine.step()
+
+
+@pytest.mark.parametrize(("num_chunks", "num_first"), [(1, 8), (4, 4)])
+def test_requests_that_come_together_begin_together(engine, num_chunks, num_first):
+    """Up to 16 chunks of them are prefilled before the first round of an idle engine."""
+    for prompt in toy.prompts([num_chunks * CHUNK + 1] * BATCH_SIZE):
+        engine.submit(prompt, dataclasses.replace(PARAMS, max_tokens=64))
+    engine.step()
+    tickets = engine.queue.tickets_by_row.values()
+    assert sum(ticket.acceptance.num_emitted_tokens > 0 for ticket in tickets) == num_first
     while engine.has_unfinished:
         engine.step()
 
