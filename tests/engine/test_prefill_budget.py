@@ -110,6 +110,11 @@ def test_requests_that_come_together_begin_together(engine, num_chunks, num_firs
         engine.step()
 
 
+def test_the_first_tokens_of_a_stream_come_after_one_round(engine):
+    stream = engine.stream(PROMPTS[0], dataclasses.replace(PARAMS, max_tokens=20))
+    assert [len(piece.token_ids) for piece in stream] == [1, 4, 4, 4, 4, 3]
+
+
 def test_a_short_prompt_does_not_wait_for_the_whole_of_a_long_one(engine):
     stream = engine.stream(PROMPTS[0], SamplingParams(max_tokens=60, ignore_eos=True))
     next(stream)

@@ -18,6 +18,7 @@ import jaxspec
 from jaxspec import DraftModel, Engine, Heads, NGram, SamplingParams
 from jaxspec.decode.kept import StoredRow
 from jaxspec.decode.settings import pinned_memory
+from jaxspec.engine import core
 from jaxspec.engine.conversation import Conversation
 from jaxspec.engine.row_store import ROW_PROGRAMS
 from jaxspec.errors import PromptError, QueueFullError, RequestError, SettingError
@@ -263,7 +264,8 @@ def test_what_follows_a_stop_string_never_counts():
 
 
 @pytest.mark.parametrize("num_steps", [1, 4, 6])
-def test_a_turn_that_was_cancelled_leaves_what_was_read(engine, num_steps):
+def test_a_turn_that_was_cancelled_leaves_what_was_read(engine, num_steps, monkeypatch):
+    monkeypatch.setattr(core, "CHUNKS_OF_A_BURST", 0)
     long = dataclasses.replace(GREEDY, max_tokens=120)
     [text] = toy.prompts((90,), seed=5)
     session = engine.session()
