@@ -693,6 +693,33 @@ def streams(found):
     return [*header, "tokens/s"], rows
 
 
+def load_rows(found):
+    """Servers beside the engine, by the number of clients; see docs/recipes/load.py."""
+    header = ["clients", "", "tokens/s", "over `Engine.generate`", "first token p50, p99",
+              "gap between pieces p50, p99"]  # fmt: skip
+    rows = []
+    for run in found["results"]:
+        row = [str(run["clients"]), f"`{run['who']}`", f"{run['tokens_per_s']:.0f}"]
+        if run["who"] == "Engine.generate":
+            rows.append([*row, "", f"prefill alone {run['prefill_ms']:.0f} ms", ""])
+            continue
+        row.append(f"{run['ratio']:.2f} ({min(run['ratios']):.2f} to {max(run['ratios']):.2f})")
+        for name in ("first_ms", "gap_ms"):
+            row.append(f"{run[f'{name}_p50']:.0f}, {run[f'{name}_p99']:.0f} ms")
+        rows.append(row)
+    return header, rows
+
+
+@of("server-load-cpu.json#SmolLM2-135M-Instruct, bf16")
+def load_of_smollm2(found):
+    return load_rows(found)
+
+
+@of("server-load-cpu.json#635M random weights, bf16")
+def load_of_635m(found):
+    return load_rows(found)
+
+
 @of("schedulers-cpu.json")
 def rounds_of_schedulers(found):
     def run(name, size):

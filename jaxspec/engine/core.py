@@ -488,8 +488,9 @@ class EngineCore:
                 min_running[shard] = number
             if any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(self._rounds_per_piece, num_rounds)
-            if any(one.is_streamed and one.first_token_s is None for one in running.values()):
-                num_rounds = 1  # for its first tokens
+            is_first = (one.is_streamed and one.first_token_s is None for one in running.values())
+            if any(is_first) and not self.queue.has_waiting:
+                num_rounds = 1  # in a full engine so many short calls would cost throughput
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if len(running) < len(tickets) or any(one.deadline is not None for one in tickets.values()):
