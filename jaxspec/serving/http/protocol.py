@@ -346,7 +346,7 @@ class TextOffsets:
     begin where it does. Special tokens take no room, unless the text has them.
 
     Args:
-      tokenizer: that of the model.
+      tokenizer: the model's.
       text: the prompt as it was given, followed by the output; or nothing, if only the output is
         shown.
     """
