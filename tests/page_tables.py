@@ -499,6 +499,7 @@ PEERS = {
     "transformers": "transformers",
     "llama_cpp": "llama.cpp",
 }
+DRAFTED = {"none": "plain", "ngram": "n-grams", "ngram+smollm2-clover": "n-grams + Clover"}
 
 
 @of("peers-cpu.json")
@@ -511,7 +512,7 @@ def peers_speed(found):
         equal = [run.get("equal_to_batch_1") for run in own]
         number = found["config"]["num_prompts"][0]
         rows.append(
-            [f"{PEERS[engine]}, {'plain' if drafter == 'none' else 'n-grams'}"]
+            [f"{PEERS[engine]}, {DRAFTED.get(drafter, drafter)}"]
             + [f"{run['tokens_per_s']:.0f}" if "why" not in run else "crashed" for run in own]
             + [", ".join("-" if n is None else str(n) for n in equal) + f" of {number}"]
         )

@@ -13,6 +13,7 @@ import toy
 
 import jaxspec
 from jaxspec import DraftModel, Engine, SamplingParams
+from jaxspec.engine import core
 from jaxspec.errors import SettingError
 from jaxspec.kernels import cpu
 from jaxspec.models.prefill import chain_window
@@ -110,8 +111,9 @@ def test_a_session_and_a_prefix_change_no_value(engine):
 
 @pytest.mark.parametrize(("max_tokens", "scored_first"), [(6, False), (200, True)])
 def test_neither_a_scored_row_nor_one_that_decodes_waits_for_the_other(
-    engine, max_tokens, scored_first
+    engine, max_tokens, scored_first, monkeypatch
 ):
+    monkeypatch.setattr(core, "CHUNKS_OF_A_BURST", 0)  # otherwise both would begin together
     params = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=3, ignore_eos=True)
     [alone] = engine.generate([PROMPTS[1]], params)
     [expected] = prompt_logprobs(engine.generate([PROMPTS[3]], SCORE))
