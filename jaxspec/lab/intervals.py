@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -59,6 +60,13 @@ class Interval:
         """Fields as JSON values; an unknown end is null."""
         fields = dataclasses.asdict(self) | {"points": list(self.points)}
         return {name: None if value != value else value for name, value in fields.items()}
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Interval:
+        """The interval of a document."""
+        return cls(
+            **{name: float("nan") if each is None else each for name, each in fields.items()}
+        )
 
 
 def ratio_interval(

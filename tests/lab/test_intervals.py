@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from jaxspec.lab.intervals import clustered_interval, ratio_interval
+from jaxspec.lab.intervals import Interval, clustered_interval, ratio_interval
 
 # By name: a generator of so many values, their mean, and the least share of intervals to hold it.
 KINDS = {
@@ -80,6 +80,7 @@ def test_few_or_equal_clusters_have_no_interval_and_say_so():
     assert np.isnan(ratio_interval([1.0] * 9 + [2.0]).high)
     assert np.isnan(ratio_interval([]).value)
     assert equal.to_json()["low"] is None
+    assert f"{Interval.from_json(equal.to_json()):.2f}" == f"{equal:.2f}"
     differing = ratio_interval(np.arange(9.0))
     assert f"{differing:.1f}" == f"4.0 ({differing.low:.1f}, {differing.high:.1f})"
 

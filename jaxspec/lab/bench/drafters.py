@@ -79,7 +79,7 @@ ACCEPTANCE: Columns = {
     "draft\nlength": "{draft_length}",
     "emitted\n/round": "{emitted_per_round:.3f}",
     "beyond one,\nof the first's": "{over_first:.2f}",
-    "difference,\npooled": lambda found: f"{Interval(**found['difference']):+.3f}",
+    "difference,\npooled": lambda found: f"{Interval.from_json(found['difference']):+.3f}",
     "equals\nplain": lambda found: {True: "yes", False: "NO", None: "-"}[found["is_equal"]],
 }
 COSTS: Columns = {
