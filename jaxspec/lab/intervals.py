@@ -64,9 +64,8 @@ class Interval:
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Interval:
         """The interval of a document."""
-        return cls(
-            **{name: float("nan") if each is None else each for name, each in fields.items()}
-        )
+        unknown: Any = float("nan")
+        return cls(**{name: unknown if each is None else each for name, each in fields.items()})
 
 
 def ratio_interval(
