@@ -488,8 +488,8 @@ class EngineCore:
                 min_running[shard] = number
             if any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(self._rounds_per_piece, num_rounds)
-            is_first = (one.is_streamed and one.first_token_s is None for one in running.values())
-            if any(is_first) and not self.queue.has_waiting:
+            begins = any(one.is_streamed and one.first_token_s is None for one in running.values())
+            if begins and not self.queue.has_waiting:
                 num_rounds = 1  # in a full engine so many short calls would cost throughput
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)

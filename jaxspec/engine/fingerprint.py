@@ -45,9 +45,13 @@ def fingerprint(engine: Engine, more: Mapping[str, str] | None = None) -> str:
         found["config"] = engine.target.config.to_json()
     if (tokenizer := engine.target.tokenizer) is not None:
         backend = getattr(tokenizer.hf, "backend_tokenizer", None)
-        parts = [tokenizer.prefix_token_ids, sorted(tokenizer.fingerprint().items())]
-        parts += [] if backend is None else [backend.to_str()]  # its merges and normaliser, too
-        found["tokenizer"] = hashlib.sha256(repr(parts).encode()).hexdigest()
+        parts: dict[str, Any] = {"vocabulary": sorted(tokenizer.fingerprint().items())}
+        if backend is not None:  # merges, normaliser and decoder too
+            parts = json.loads(backend.to_str())
+            # Of the last call, not of the tokenizer.
+            parts |= {"truncation": None, "padding": None}
+        parts["prefix"] = list(tokenizer.prefix_token_ids)
+        found["tokenizer"] = hashlib.sha256(json.dumps(parts).encode()).hexdigest()
     where = devices()
     found["device"] = {name: where[name] for name in ("platform", "kinds", "cpu_model")}
     found["versions"] = {"jaxspec": __version__, "commit": commit(), **versions()}
