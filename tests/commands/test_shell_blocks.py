@@ -72,7 +72,7 @@ NOT_RUN = {
     "jaxspec convert $MODEL": "likewise",
     "jaxspec serve": "serves until a signal; tests/serving/http/test_serve_command.py runs it",
     "lm_eval": "needs lm-eval and a data set of the hub, and talks to that server; run by hand",
-    "vllm bench serve": "needs vLLM, and talks to that server; run by hand, see its result",
+    "vllm bench serve": "needs vLLM, and talks to that server; run by hand",
     "curl": "talks to that server; tests/serving/http does the same",
     "vllm/bin/": "of the environment that the line before it makes; run by hand, see docs/results",
     "openvino/bin/": "likewise",
