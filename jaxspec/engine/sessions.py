@@ -139,6 +139,7 @@ class Session:
         """
         with self._lock, self._core.lock:
             self._check("forked")
+            self._end_if_given_up()
             copy = self._core.watched(lambda: self._core.kept.fork(self._conversation))
         if copy is None:  # the device no longer answers
             copy = Conversation(is_reread=self._conversation.is_reread)
@@ -148,9 +149,11 @@ class Session:
         """Forgets the KV; a turn in progress is cancelled. Closing twice does nothing."""
         with self._lock, self._core.lock:
             self._conversation.is_closed = True
-            if self._ticket is not None:
-                self._core.queue.give_up([self._ticket])
-            if not self._is_busy:
+            turn = self._ticket
+            if turn is not None:
+                self._core.queue.give_up([turn])
+                self._end_if_given_up()
+            if turn is None or turn.completion is not None:
                 self._core.kept.drop(self._conversation)
 
     def __enter__(self) -> Session:
@@ -177,15 +180,15 @@ class Session:
                 "a session of this one with engine.session()."
             )
         with self._lock:
-            self._check("given a turn")
+            self._check("given a turn")  # a turn that was given up ends before this one is admitted
             ticket.conversation = self._conversation
             self._core.queue.add(ticket)
             self._ticket = ticket
 
     @property
     def _is_busy(self) -> bool:
-        self._end_if_given_up()
-        return self._ticket is not None and self._ticket.completion is None
+        turn = self._ticket
+        return turn is not None and turn.completion is None and turn.given_up is None
 
     def _end_if_given_up(self) -> None:
         """Ends a turn that was given up, if it has not ended yet."""

@@ -249,6 +249,28 @@ def test_requests_are_handed_over_while_a_step_runs(engine, alone, monkeypatch):
     assert done.token_ids == alone[2].token_ids
 
 
+def test_a_turn_is_handed_over_while_the_one_that_was_given_up_still_runs(
+    engine, alone, monkeypatch
+):
+    real, begun, may_end = engine.executor.programs["run"], threading.Event(), threading.Event()
+
+    def run(*arguments):
+        begun.set()
+        may_end.wait()
+        return real(*arguments)
+
+    monkeypatch.setitem(engine.executor.programs, "run", run)
+    with engine.session() as session, engine.driven():
+        stream = session.stream(PROMPTS[0], LONG)
+        begun.wait()
+        stream.close()
+        turn = session.stream(PROMPTS[1], PARAMS[1])
+        with pytest.raises(RequestError, match="not ended"):
+            session.stream(PROMPTS[1], PARAMS[1])
+        may_end.set()
+        check(list(turn), alone[1])
+
+
 def test_the_end_of_a_stream_is_delivered_once(engine, monkeypatch):
     """However many steps follow before it is read."""
     real, received = Driver.receiving, []

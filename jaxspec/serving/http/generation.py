@@ -163,14 +163,10 @@ class Generation:
                 for index, one in enumerate(samples):
                     request = f"{self.id}:{prompt}:{index}"
                     options |= {"request_id": request, "wait": False}
-                    if self.session is None:
-                        stream = astream(ids, one, **options)
-                    else:
+                    if self.session is not None:
                         options["session"] = await service.sessions.take(self.session)
                         self.has_session = True
-                        # It may wait for the end of a turn that was given up.
-                        stream = await asyncio.to_thread(astream, ids, one, **options)
-                    self.streams.append(stream)
+                    self.streams.append(astream(ids, one, **options))
                     self.names.append(request)
         except (PromptError, SettingError) as error:
             self.give_up()
