@@ -37,7 +37,7 @@ from jaxspec.models.shapes import shape_model, shortened
 from jaxspec.runtime.environment import lacks_bfloat16
 from jaxspec.runtime.report import Columns
 from jaxspec.schedulers import Static
-from jaxspec.types import DecodeState, Window
+from jaxspec.types import DecodeState, PyTree, Window
 
 BATCH_SIZE, DRAFT_LENGTH = 8, 4  # of the rounds that `jaxspec bench program` compiles
 MAX_GRAPHS = 6  # launched per round of draft length 4; two, and one per further draft step
@@ -101,6 +101,7 @@ class Program:
     Attributes:
       loops: depth and trip count of each; None if the compiler does not know it.
       cache_moves: copies, transpositions and conversions of arrays of a cache's shape, in rounds.
+      weight_moves: those of matrices of weights, in a whole call.
       num_host_buffers: number of results in the host's memory.
       kv_bytes: bytes of both caches.
       aliased_bytes: bytes that are updated in place.
@@ -113,6 +114,7 @@ class Program:
 
     loops: list[tuple[int, int | None]]
     cache_moves: list[str]
+    weight_moves: list[str]
     num_host_buffers: int
     kv_bytes: int
     aliased_bytes: int
@@ -140,6 +142,8 @@ class Program:
             )
         if self.cache_moves:
             found.append(f"KV is copied or converted: {', '.join(self.cache_moves)}")
+        if self.weight_moves:
+            found.append(f"weights are copied or converted: {', '.join(self.weight_moves)}")
         if self.num_host_buffers:
             found.append(f"{self.num_host_buffers} buffers lie in the host's memory")
         if self.aliased_bytes < self.kv_bytes:
@@ -176,6 +180,7 @@ def compile_run(device: str, shape: Shape) -> Program:
     return Program(
         loops=[(each.depth, each.trip_count) for each in hlo.loops()],
         cache_moves=hlo.moves_of({_shape_of(leaf) for leaf in caches}),
+        weight_moves=_weight_moves(hlo, loop.params),
         num_host_buffers=hlo.num_host_buffers(),
         kv_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
         aliased_bytes=text.memory.alias_size_in_bytes,
@@ -192,6 +197,7 @@ class PrefillProgram:
 
     Attributes:
       cache_moves: copies, transpositions and conversions of arrays of a cache's shape.
+      weight_moves: those of matrices of weights.
       kv_bytes: bytes of both caches.
       aliased_bytes: bytes that are updated in place.
       temporary_bytes: bytes besides arguments and results.
@@ -199,6 +205,7 @@ class PrefillProgram:
     """
 
     cache_moves: list[str]
+    weight_moves: list[str]
     kv_bytes: int
     aliased_bytes: int
     temporary_bytes: int
@@ -209,6 +216,8 @@ class PrefillProgram:
         found = []
         if self.cache_moves:
             found.append(f"KV is copied or converted: {', '.join(self.cache_moves)}")
+        if self.weight_moves:
+            found.append(f"weights are copied or converted: {', '.join(self.weight_moves)}")
         if self.aliased_bytes < self.kv_bytes:
             found.append(
                 f"{self.aliased_bytes} bytes are updated in place, and the KV has {self.kv_bytes}"
@@ -237,6 +246,7 @@ def compile_prefill(device: str, shape: Shape, name: str) -> PrefillProgram:
         launches = count_launches(thunks, trips, num_trips=num_chunks, takes_longest=True)
     return PrefillProgram(
         cache_moves=hlo.moves_of({_shape_of(leaf) for leaf in caches}, with_entry=True),
+        weight_moves=_weight_moves(hlo, loop.params),
         kv_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in caches),
         aliased_bytes=text.memory.alias_size_in_bytes,
         temporary_bytes=text.memory.temp_size_in_bytes,
@@ -314,9 +324,17 @@ def _caches(state: DecodeState) -> list[jax.ShapeDtypeStruct]:
     return jax.tree.leaves((state.cache.layers, state.drafter.cache.layers))
 
 
+def _weight_moves(hlo: Hlo, params: PyTree) -> list[str]:
+    """Copies, transpositions and conversions of weights, without fetches into a TPU core's memory.
+    Vectors are left out: results of other kinds have their shapes."""
+    shapes = {_shape_of(leaf) for leaf in jax.tree.leaves(params) if leaf.ndim > 1}
+    moves = hlo.moves_of(shapes, with_entry=True)
+    return [move for move in moves if not move.endswith(": copy-start")]
+
+
 def _shape_of(leaf: jax.ShapeDtypeStruct) -> str:
     """As HLO writes it: `u16[32,2,128,128]`."""
-    kinds = {"uint16": "u16", "float16": "f16", "float32": "f32"}
+    kinds = {"uint16": "u16", "bfloat16": "bf16", "float16": "f16", "float32": "f32"}
     return f"{kinds[leaf.dtype.name]}[{','.join(map(str, leaf.shape))}]"
 
 
