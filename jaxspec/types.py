@@ -578,6 +578,7 @@ class DecodeState(struct.PyTreeNode, kw_only=True):
     tokens: jax.Array  # [B, S] int32
     origin: jax.Array  # [B, S] int8, Origin
     stop_token: jax.Array  # [B] int32, the stop token that ended the row, or -1
+    wants_logprobs: jax.Array  # [B] bool, whether those of the row's output are asked for
     logprobs: Logprobs | None  # None where the engine keeps none
     # totals
     counts: AcceptanceCounts

@@ -14,8 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxspec import sampling
-from jaxspec.decode.state import LogprobsConfig, scatter_rows
+from jaxspec.decode.state import LogprobsConfig, empty_logprobs, scatter_rows
 from jaxspec.kernels import sums
+from jaxspec.kernels.highest import highest
 from jaxspec.models.base import Model, logits_of
 from jaxspec.models.prefill import chain_window
 from jaxspec.telemetry.trace import TraceConfig, record_round
@@ -72,20 +73,28 @@ def count(state: DecodeState, info: RoundInfo) -> AcceptanceCounts:
 
 
 def record_logprobs(config: LogprobsConfig, state: DecodeState, info: RoundInfo) -> Logprobs:
-    """The buffers with the log-probabilities of the tokens that this round may emit.
+    """The buffers with the log-probabilities of the tokens that this round may emit, of rows that
+    asked for them; if none did, nothing is computed.
 
-    They are written for all of these, kept or not: everything past `num_committed` is garbage.
+    They are written for all of these tokens, kept or not: everything past `num_committed` is
+    garbage.
     """
-    tokens, logits = info.emission.tokens, info.scores.logits
-    # The j-th token was drawn from the logits of the window entry before it on the path.
-    entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))
-    if config.is_processed:
-        logits = sampling.adjust(logits, info.rows, info.context)
-        logits = sampling.filtered_logits(logits, info.rows.sampling)
-    logprobs = sums.log_softmax(logits)
-    logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
-    new = _chosen(config, logprobs, tokens)
-    num_written = jnp.where(state.is_running, tokens.shape[1], 0)
+    tokens, is_written = info.emission.tokens, state.is_running & state.wants_logprobs
+
+    def compute() -> Logprobs:
+        logits = info.scores.logits
+        # The j-th token was drawn from the logits of the window entry before it on the path.
+        entry = jnp.pad(info.verdict.path + 1, ((0, 0), (1, 0)))
+        if config.is_processed:
+            logits = sampling.adjust(logits, info.rows, info.context)
+            logits = sampling.filtered_logits(logits, info.rows.sampling)
+        logprobs = sums.log_softmax(logits)
+        logprobs = jnp.take_along_axis(logprobs, entry[..., None], axis=1)
+        return _chosen(config, logprobs, tokens)
+
+    nothing = empty_logprobs(config, *tokens.shape)
+    new = lax.cond(jnp.any(is_written), compute, lambda: nothing)
+    num_written = jnp.where(is_written, tokens.shape[1], 0)
     return jax.tree.map(
         lambda buffer, values: scatter_rows(buffer, state.num_committed, values, num_written),
         state.logprobs,
@@ -97,7 +106,11 @@ def _chosen(config: LogprobsConfig, logprobs: jax.Array, tokens: jax.Array) -> L
     """The log-probabilities of `tokens` `[B, T]` and of the likeliest tokens, selected from
     `logprobs` `[B, T, V]`."""
     of_token = sampling.of_tokens(logprobs, jnp.maximum(tokens, 0))
-    top, top_tokens = lax.top_k(logprobs, config.num_top)
+    top, top_tokens = lax.platform_dependent(
+        logprobs,
+        cpu=lambda scores: highest(scores, config.num_top)[:2],
+        default=lambda scores: tuple(lax.top_k(scores, config.num_top)),
+    )
     return Logprobs(of_token=of_token, top=top, top_tokens=top_tokens.astype(jnp.int32))
 
 

@@ -47,6 +47,7 @@ class Admission(struct.PyTreeNode, kw_only=True):
       draft_limit: int32 scalar, draft length; 0 decodes plainly.
       stop_tokens: `[num_stop]` int32, padded with -1.
       sampling: this row's values, without the axis of rows.
+      wants_logprobs: bool scalar, whether log-probabilities of the output are asked for.
       arrival: int32 scalar, order among requests.
     """
 
@@ -57,6 +58,7 @@ class Admission(struct.PyTreeNode, kw_only=True):
     draft_limit: jax.typing.ArrayLike
     stop_tokens: jax.typing.ArrayLike
     sampling: RowSampling
+    wants_logprobs: jax.typing.ArrayLike
     arrival: jax.typing.ArrayLike
 
 
@@ -123,6 +125,7 @@ def empty_state(
         tokens=zeros(shape.max_length),
         origin=zeros(shape.max_length, dtype=jnp.int8),
         stop_token=zeros() - 1,
+        wants_logprobs=zeros(dtype=jnp.bool_),
         logprobs=empty_logprobs(logprobs, num_rows, shape.max_length),
         counts=empty_counts(num_rows, nodes, nodes if draft_depth is None else draft_depth),
         trace=empty_trace(trace, num_rows, shape.max_length, nodes),
@@ -177,6 +180,7 @@ def admit_row(state: DecodeState, row: jax.Array, admission: Admission) -> Decod
         tokens=state.tokens.at[row].set(admission.tokens),
         origin=state.origin.at[row].set(jnp.int8(Origin.PROMPT)),
         stop_token=state.stop_token.at[row].set(-1),
+        wants_logprobs=state.wants_logprobs.at[row].set(admission.wants_logprobs),
         counts=jax.tree.map(lambda count: count.at[row].set(0), state.counts),
     )
 

@@ -55,5 +55,6 @@ def make_admission(
         draft_limit=np.int32(draft_length),
         stop_tokens=padded_stops,
         sampling=params.of_row(prompt_length=len(prompt)),
+        wants_logprobs=np.bool_(params.logprobs is not None),
         arrival=np.int32(arrival),
     )

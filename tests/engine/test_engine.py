@@ -577,6 +577,21 @@ def test_logprobs_are_those_of_a_single_pass(engine, oracle, target, mixed, inde
         )
 
 
+def test_rounds_compute_logprobs_only_of_rows_that_ask_for_them(target):
+    engine = Engine(target, "ngram", max_logprobs=3, batch_size=2, max_length=128)
+    asks = SamplingParams(max_tokens=20, seed=1, temperature=1, logprobs=2, ignore_eos=True)
+    silent = dataclasses.replace(asks, logprobs=None)
+    written = lambda: np.asarray(engine.executor.state.logprobs.of_token).any(axis=1)[:2]  # noqa: E731
+    [plain, _] = engine.generate(PROMPTS[:2], silent)
+    assert not written().any()
+    [alone] = engine.generate(PROMPTS[:1], asks)
+    assert written().tolist() == [True, False]
+    [beside, other] = engine.generate(PROMPTS[:2], [asks, silent])
+    assert beside.logprobs == alone.logprobs
+    assert beside.token_ids == alone.token_ids == plain.token_ids
+    assert other.logprobs is None
+
+
 def test_number_of_logprobs(engine, mixed):
     assert mixed[0].logprobs is None
     assert all(set(of) == {t} for of, t in zip(mixed[4].logprobs, mixed[4].token_ids, strict=True))
