@@ -109,6 +109,8 @@ def test_gaps_of_a_stream_are_reported_by_the_prompts_length(tmp_path):
         assert 0 < found["longest_gap_ms"] <= found["first_token_ms"]
         ratio = found["longest_gap_ms"] / found["usual_gap_ms"]
         assert found["longest_over_usual"] == ratio
+        assert 0 < found["short_alone_ms"]
+        assert 0 < found["short_first_token_ms"]
     assert not {"json", "out"} & set(document["config"])
 
 

@@ -34,6 +34,7 @@ from jaxspec.lab.cost import model as cost
 from jaxspec.lab.cost.devices import read_device
 from jaxspec.lab.cost.passes import Pass
 from jaxspec.lab.plan.request import describe
+from jaxspec.load.drafters import make_drafter
 from jaxspec.load.models import load_packed
 from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel, with_kv_dtype
@@ -296,6 +297,8 @@ PREFILL: Columns = {
     "longest gap ms": "{longest_gap_ms:.1f}",
     "ratio": "{longest_over_usual:.1f}",
     "first token ms": "{first_token_ms:.1f}",
+    "first token of a\nshort one ms": "{short_first_token_ms:.1f}",
+    "alone\nms": "{short_alone_ms:.1f}",
 }
 
 
@@ -305,18 +308,20 @@ def prefill(
     draft: str = "demo-draft",
     prompt_tokens: tuple[int, ...] = (128, 384, 896),
 ) -> dict[str, Any]:
-    """Time how long a stream waits while a prompt is prefilled, by the prompt's length.
+    """Time how long a stream, and a short request that comes just after, wait while a prompt is
+    prefilled, by the prompt's length.
 
     Args:
       target: Any model that `load_model` takes.
-      draft: Its draft model, named in the same way.
+      draft: Its draft model, named in the same way, or `ngram`.
       prompt_tokens: Tokens of the prompt that arrives.
     """
+    model = load_packed(target)
     engine = Engine(
-        load_packed(target),
-        DraftModel(load_packed(draft)),
+        model,
+        make_drafter(draft, model),
         draft_length=DRAFT_LENGTH,
-        batch_size=2,
+        batch_size=3,
         max_length=max(prompt_tokens) + 128,
     )
     engine.warm_up()
@@ -331,7 +336,8 @@ def prefill(
 
 def _arrival(engine: Engine, num_tokens: int) -> dict[str, float]:
     """Gaps between pieces of a stream before a prompt is submitted, and from then until its
-    request has ended."""
+    request has ended; and the first token of a short request beside the stream, without and just
+    after such a prompt."""
     random = np.random.default_rng(0)
     long_prompt = random.integers(2, engine.target.vocab_size, num_tokens).tolist()
     stream = engine.stream(
@@ -343,8 +349,17 @@ def _arrival(engine: Engine, num_tokens: int) -> dict[str, float]:
         next(stream)
         return 1e3 * (time.perf_counter() - started_s)
 
+    def short_ms() -> float:
+        started_s = time.perf_counter()
+        short = engine.stream([2, 9, 4], SamplingParams(max_tokens=8, ignore_eos=True))
+        next(short)
+        first_s = time.perf_counter() - started_s
+        short.close()
+        return 1e3 * first_s
+
     next(stream)
     before = [gap_ms() for _ in range(8)]
+    alone_ms = short_ms()
     num_ended = engine.metrics()["num_requests"]
     started_s = time.perf_counter()
     engine.submit(long_prompt, SamplingParams(max_tokens=1, ignore_eos=True))
@@ -352,6 +367,8 @@ def _arrival(engine: Engine, num_tokens: int) -> dict[str, float]:
     while engine.metrics()["num_requests"] == num_ended:
         after.append(gap_ms())
     first_token_s = time.perf_counter() - started_s
+    engine.submit(long_prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+    beside_ms = short_ms()
     stream.close()
     while engine.has_unfinished:
         engine.step()
@@ -359,6 +376,8 @@ def _arrival(engine: Engine, num_tokens: int) -> dict[str, float]:
         "usual_gap_ms": statistics.median(before),
         "longest_gap_ms": max(after),
         "first_token_ms": 1e3 * first_token_s,
+        "short_first_token_ms": beside_ms,
+        "short_alone_ms": alone_ms,
     }
 
 
