@@ -721,6 +721,22 @@ def load_of_635m(found):
     return load_rows(found)
 
 
+@of("server-clients-cpu.json#vllm bench serve")
+def vllm_bench_serve(found):
+    header = ["clients", "requests", "tokens/s", "over `Engine.generate`", "first token p50, p99",
+              "gap between pieces p50, p99", "acceptance length"]  # fmt: skip
+    rows = []
+    for run in found["results"]:
+        pairs = (
+            f"{run[f'{name}_p50']:.0f}, {run[f'{name}_p99']:.0f} ms"
+            for name in ("first_ms", "gap_ms")
+        )
+        ratio = f"{run['ratio']:.2f} ({min(run['ratios']):.2f} to {max(run['ratios']):.2f})"
+        counts = str(run["clients"]), str(run["requests"]), f"{run['tokens_per_s']:.0f}"
+        rows.append([*counts, ratio, *pairs, f"{run['acceptance_length']:.2f}"])
+    return header, rows
+
+
 @of("schedulers-cpu.json")
 def rounds_of_schedulers(found):
     def run(name, size):
@@ -1007,7 +1023,7 @@ def programs(found):
         "one by one": "num_kernels",
         "predicates": "num_predicates",
     }
-    header = ["device", "kernels", "what", *counts, "KV copied"]
+    header = ["device", "kernels", "what", *counts, "KV copied", "weights copied"]
     return header, [
         [
             each["device"],
@@ -1023,6 +1039,7 @@ def programs(found):
                 for name in counts.values()
             ),
             str(len(each["cache_moves"])),
+            str(len(each["weight_moves"])),
         ]
         for each in found["results"]
     ]
