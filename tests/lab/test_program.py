@@ -206,10 +206,7 @@ def weight_moves(*, is_packed):
         cache = jax.eval_shape(lambda: model.init_cache(8, 1024))
         window = jax.eval_shape(lambda: chain_window(jnp.zeros((8,), jnp.int32), 5))
         text = compile_for("v5e", forward, model.params, cache, window.slots, window, donated=1)
-    weights = [leaf for leaf in jax.tree.leaves(model.params["layers"]) if leaf.ndim > 1]
-    shapes = {f"bf16[{','.join(map(str, leaf.shape))}]" for leaf in weights}
-    moves = Hlo(text.hlo).moves_of(shapes, with_entry=True)
-    return [move for move in moves if "copy-start" not in move]  # fetches into the core's memory
+    return program._weight_moves(Hlo(text.hlo), model.params["layers"])
 
 
 @needs("v5e")
