@@ -16,6 +16,7 @@ put back, as `monkeypatch` does.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Hashable
 
 import jax.numpy as jnp
@@ -91,3 +92,16 @@ def _engine(compiled_for, name, drafter, dtype, settings) -> Engine:
 def forget() -> None:
     """Frees all engines, before their programs are."""
     _engine.cache_clear()
+
+
+def hold_rounds(engine, monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Makes rounds wait; the events are set when they have begun, and to let them end."""
+    real, begun, may_end = engine.executor.programs["run"], threading.Event(), threading.Event()
+
+    def run(*arguments):
+        begun.set()
+        may_end.wait()
+        return real(*arguments)
+
+    monkeypatch.setitem(engine.executor.programs, "run", run)
+    return begun, may_end

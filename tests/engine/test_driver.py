@@ -219,14 +219,7 @@ def test_the_check_sees_a_driver_that_stops_stepping_after_a_cancel(engine, is_s
 
 
 def test_requests_are_handed_over_while_a_step_runs(engine, alone, monkeypatch):
-    real, begun, may_end = engine.executor.programs["run"], threading.Event(), threading.Event()
-
-    def run(*arguments):
-        begun.set()
-        may_end.wait()
-        return real(*arguments)
-
-    monkeypatch.setitem(engine.executor.programs, "run", run)
+    begun, may_end = engines.hold_rounds(engine, monkeypatch)
 
     async def main():
         first = asyncio.create_task(read(engine, PROMPTS[0], LONG, request_id="first"))
@@ -252,14 +245,7 @@ def test_requests_are_handed_over_while_a_step_runs(engine, alone, monkeypatch):
 def test_a_turn_is_handed_over_while_the_one_that_was_given_up_still_runs(
     engine, alone, monkeypatch
 ):
-    real, begun, may_end = engine.executor.programs["run"], threading.Event(), threading.Event()
-
-    def run(*arguments):
-        begun.set()
-        may_end.wait()
-        return real(*arguments)
-
-    monkeypatch.setitem(engine.executor.programs, "run", run)
+    begun, may_end = engines.hold_rounds(engine, monkeypatch)
     with engine.session() as session, engine.driven():
         stream = session.stream(PROMPTS[0], LONG)
         begun.wait()

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import engines
 import pytest
 import toy
 
@@ -378,14 +379,7 @@ def test_clients_that_leave_before_the_first_piece_take_no_room(engine, alone):
 
 
 def test_what_is_given_up_during_a_step_is_not_counted_and_free_after_it(engine, monkeypatch):
-    real, begun, may_end = engine.executor.programs["run"], threading.Event(), threading.Event()
-
-    def run(*arguments):
-        begun.set()
-        may_end.wait()
-        return real(*arguments)
-
-    monkeypatch.setitem(engine.executor.programs, "run", run)
+    begun, may_end = engines.hold_rounds(engine, monkeypatch)
     engine.submit(PROMPTS[0], LONG, request_id="mine")
     thread = threading.Thread(target=engine.step)
     thread.start()
