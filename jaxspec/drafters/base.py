@@ -65,11 +65,12 @@ class Drafter:
         must be returned even if nothing was written, because XLA would copy one that is only read.
       score_keeps_bits: whether the hidden states and KV that its `score` returns have the bits of
         the target's forward pass, where these do not depend on the width of a window.
-      variants: other ways to compute the same drafts, over the same state and with the same
-        parameters, at a different cost. Variant 0 is the drafter itself, variant i + 1 is
-        `variants[i]`. Where the output does not depend on the choice, an engine with
-        `draft_length="auto"` measures all of them and uses the fastest; other engines use the one
-        that `choose_variant` returns.
+      variants: other ways to draft, over the same state and with the same parameters, at a
+        different cost. Variant 0 is the drafter itself, variant i + 1 is `variants[i]`. Where the
+        output does not depend on the choice, an engine with `draft_length="auto"` measures all of
+        them and uses the fastest; other engines use the one that `choose_variant` returns.
+      variants_draft_alike: whether all of them draft the same tokens, so that they differ in cost
+        only. Otherwise `auto` learns the acceptance of each.
       drafts_at_once: whether a chain is drafted as a whole, so that a shorter one costs the same in
         the same window. An engine with `draft_length="auto"` then tries only lengths that fill a
         window.
@@ -90,6 +91,7 @@ class Drafter:
     uses_target_cache: bool = False
     score_keeps_bits: bool = False
     variants: tuple[Drafter, ...] = ()
+    variants_draft_alike: bool = True
     drafts_at_once: bool = False
     drafts_last_token: bool = False
 

@@ -12,6 +12,8 @@ With a `tree` it drafts trees instead of chains, level by level; see `draft_tree
 
 With a `kv_window` the cache keeps only the newest positions and the first few (`cache.pages.Ring`),
 so that its memory does not grow with the context. This changes what is drafted, but not the output.
+Without one, draft steps may still read no more than that of a cache that keeps everything: a
+variant, which engines with `draft_length="auto"` try where contexts are long.
 """
 
 from __future__ import annotations
@@ -112,6 +114,10 @@ class DraftModel(Drafter):
         at least 128; None for all.
       kv_sinks: number of first positions that it sees as well, 0 to 128. Has no effect without a
         `kv_window`.
+      tried_window: for a drafter returned by `trying_window`, what draft steps of its variant read;
+        otherwise None.
+      read_window: number of newest positions that draft steps read of a cache that keeps all; None
+        for all. Only of that variant.
       room: for a drafter returned by `within`, the number of nodes that rounds have room for;
         otherwise None.
       excluded: for a drafter returned by `for_target`, the ids that stand for different tokens in
@@ -129,8 +135,12 @@ class DraftModel(Drafter):
     tree: Tree | None = None
     kv_window: int | None = None
     kv_sinks: int = NUM_SINKS
+    tried_window: int | None = dataclasses.field(default=None, repr=False)
+    read_window: int | None = dataclasses.field(default=None, repr=False)
     room: int | None = dataclasses.field(default=None, repr=False)
     excluded: tuple[int, ...] = dataclasses.field(default=(), repr=False)
+
+    variants_draft_alike = False
 
     def __init__(
         self,
@@ -254,6 +264,18 @@ class DraftModel(Drafter):
         """The same draft model, which drafts chains where there is no room for a tree."""
         return self.with_fields(room=num_nodes)
 
+    def trying_window(self, window: int) -> DraftModel:
+        """The same draft model, with a variant whose draft steps read only the newest `window`
+        positions, and the first `kv_sinks`, of all that the cache keeps."""
+        return self.with_fields(tried_window=window)
+
+    @property
+    def variants(self) -> tuple[DraftModel, ...]:
+        """The one of `trying_window`."""
+        if self.tried_window is None:
+            return ()
+        return (self.with_fields(tried_window=None, read_window=self.tried_window),)
+
     def _longest_draft(self, shape: EngineShape) -> int:
         """The number of slots, from the newest token's on, in which a round may store KV."""
         num_scratch = 0 if self.tree is None else num_offsets(self.tree)
@@ -369,6 +391,8 @@ class DraftModel(Drafter):
         own draft needs, however long its neighbours draft. Rows that lag by more than one token get
         no draft, because their context is incomplete.
         """
+        if self.read_window is not None:
+            return self._propose_in_window(self.read_window, shape, params, state, rows)
         if self.tree is not None and not self.is_chain:
             return self._propose_tree(self.tree, shape, params, state, rows)
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
@@ -460,6 +484,19 @@ class DraftModel(Drafter):
             cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_read
         )
         return draft, state
+
+    def _propose_in_window(
+        self, window: int, shape: EngineShape, params, state: DraftModelState, rows: BatchView
+    ) -> tuple[Draft, DraftModelState]:
+        """`propose` on a cache that shows its newest positions and the first ones only: a ring with
+        as many pages as a row has blocks, so that none takes turns."""
+        cache = state.cache
+        num_blocks = cache.capacity // BLOCK
+        ring = Ring(window=window, num_sinks=self.kv_sinks, num_pages=num_blocks)
+        shown = state.replace(cache=cache.replace(ring=ring))
+        whole = self.with_fields(read_window=None)
+        draft, state = whole.propose(shape, params, shown, rows)
+        return draft, state.replace(cache=state.cache.replace(ring=None))
 
     def _propose_tree(
         self, tree: Tree, shape: EngineShape, params, state: DraftModelState, rows: BatchView

@@ -4,15 +4,15 @@ A round that drafts n tokens emits `E(n) = 1 + a_1 + a_1 a_2 + ... + a_1 ... a_n
 where `a_j` is the probability that draft j is accepted if those before it are (2211.17192, section
 3.3, without its assumption that it is the same at every position), and takes `t(n)` seconds,
 including the round's share of the drafter's prompt prefill. The controller picks the n with the
-highest `E(n) / t(n)`. Variants of a drafter draft the same tokens, so they share E, but each has a
-t of its own; the controller picks the variant together with n. It estimates `a_j` from the running
-rows, and forgets old rounds slowly. Round times are measured on empty rows, with the engine's own
-programs, and corrected by the rounds that requests run (`engine.round_times`). A measured round
-scores every token that its kind may draft, whether or not the drafter found any. With kernels that
-skip padding a later round may score fewer: its time is taken to lie between plain decoding and the
-full round, by the share of drafts that is expected. (Where an n-gram drafter in front of heads
-finds something on empty rows, the heads do not run; what they cost is learnt from the rounds of
-requests.)
+highest `E(n) / t(n)`. Each variant of a drafter has a t of its own, and the controller picks the
+variant together with n; those that draft the same tokens share E. It estimates `a_j` from the
+running rows, and forgets old rounds slowly. Round times are measured on empty rows, with the
+engine's own programs, and corrected by the rounds that requests run (`engine.round_times`). A
+measured round scores every token that its kind may draft, whether or not the drafter found any.
+With kernels that skip padding a later round may score fewer: its time is taken to lie between plain
+decoding and the full round, by the share of drafts that is expected. (Where an n-gram drafter in
+front of heads finds something on empty rows, the heads do not run; what they cost is learnt from
+the rounds of requests.)
 
 For a tree, n is the number of nodes. Nodes are ordered best first, so rounds that drafted more also
 tell what the first n nodes would have emitted: E(n) is 1 plus the sum, over the first n nodes, of
@@ -30,6 +30,7 @@ uncertain their times are.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -59,6 +60,7 @@ from jaxspec.telemetry.counters import Acceptance
 from jaxspec.types import DecodeState
 
 CLEAR_GAIN = 0.02  # drafting must beat plain decoding by this, and a new length the current one
+UNLIKE_GAIN = 0.1  # a variant that drafts other tokens must beat the drafter itself by this
 DOUBT = 2.0  # standard errors by which acceptance may be better than it looks, before drafts end
 # The share of the time since the last trial that the next trial may cost. While nothing is drafted
 # it starts at the first share and halves with each trial that does not pay, down to the least one;
@@ -108,6 +110,38 @@ class Choice:
         return self.kind.variant
 
 
+@dataclasses.dataclass
+class Evidence:
+    """What rounds of rows have shown of the drafts at each position, old rounds weighing less.
+
+    Attributes:
+      reached: rounds whose drafts before the position were all accepted (of a tree: that drafted
+        the node).
+      accepted: how many of these accepted the draft at the position, too.
+      asked: rounds of rows that asked for a draft at the position.
+      drafted: how many of these got one.
+      num_known: rounds of rows.
+    """
+
+    reached: list[float]
+    accepted: list[float]
+    asked: list[float]
+    drafted: list[float]
+    num_known: float = 0.0
+
+    @classmethod
+    def none(cls, longest: int) -> Evidence:
+        """Of drafts of up to `longest` tokens, before any round."""
+        reached, accepted, asked, drafted = ([0.0] * longest for _ in range(4))
+        return cls(reached, accepted, asked, drafted)
+
+    def forget(self, share_kept: float) -> None:
+        """Reduces the weight of what was seen so far."""
+        self.num_known *= share_kept
+        for counts in (self.reached, self.accepted, self.asked, self.drafted):
+            counts[:] = [share_kept * count for count in counts]
+
+
 class DraftLengthController:
     """Chooses among the kinds of rounds that `times` knows of.
 
@@ -118,6 +152,7 @@ class DraftLengthController:
         whether or not the node before it is.
       num_rows: B, rows of the batch.
       skips_padding: whether a round costs what was drafted, rather than what could have been.
+      variants_draft_alike: see `Drafter.variants_draft_alike`.
     """
 
     def __init__(
@@ -127,24 +162,22 @@ class DraftLengthController:
         is_chain: bool = True,
         num_rows: int = 1,
         skips_padding: bool = False,
+        variants_draft_alike: bool = True,
     ):
         self.times = LearnedTimes(times)
         self.is_chain, self.num_rows = is_chain, num_rows
         self.skips_padding = skips_padding and is_chain
-        self.num_rounds: dict[int, int] = {}  # rounds run so far, by draft length
+        self.variants_draft_alike = variants_draft_alike
+        self.num_rounds: dict[RoundKind, int] = {}  # run so far
         self._longest = times.longest
         self._spent_s = 0.0  # by all rounds so far
         self.forget_acceptance()
 
     def forget_acceptance(self) -> None:
         """Starts again without evidence, as new weights ask for. What rounds take is kept."""
-        # Of rounds whose drafts before position j were all accepted (of a tree: that drafted node
-        # j): how many, and how many of them accepted position j too. All variants count, for they
-        # draft the same.
-        self._reached, self._accepted = [0.0] * self._longest, [0.0] * self._longest
-        # Rounds of rows that asked for a draft at position j, and those that got one.
-        self._asked, self._drafted = [0.0] * self._longest, [0.0] * self._longest
-        self._num_known = 0.0
+        # By variant, if they draft different tokens.
+        variants = {0 if self.variants_draft_alike else kind.variant for kind in self.times.kinds}
+        self._evidence = {variant: Evidence.none(self._longest) for variant in sorted(variants)}
         self._current: RoundKind | None = None
         self._is_trial = False
         self._num_trials = 0  # since drafting was last ended
@@ -158,27 +191,37 @@ class DraftLengthController:
         """The current choice, ignoring trials; None before the first."""
         return None if self._current is None else self._current.draft_length
 
-    def acceptance(self, doubt: float = 0.0, *, is_cautious: bool = False) -> tuple[float, ...]:
+    def _evidence_of(self, variant: int) -> Evidence:
+        return self._evidence[0 if self.variants_draft_alike else variant]
+
+    def acceptance(
+        self, doubt: float = 0.0, *, variant: int = 0, is_cautious: bool = False
+    ) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted; in a chain, together with all
-        before it. A position that was rarely reached is assumed to be like the one before it.
+        before it. A position that was rarely reached is assumed to be like the one before it, and
+        that of a variant which drafts other tokens to be like the drafter's own.
 
         Args:
           doubt: number of standard errors by which to raise the result. They are errors of the sum
             up to a position, on which the choice depends, and smaller than the sum of the
             positions' own errors.
+          variant: of the drafter.
           is_cautious: for a tree, assume (n - 1) / n of the previous node's probability as the
             prior of the n-th node, instead of all of it.
         """
         found, chances, variances = [], [], []
         slopes: list[float] = []  # by how much the sum so far grows with each of the chances
         chance, all_before, error_before = PRIOR_ACCEPTANCE, 1.0, 0.0
-        for index, (reached, accepted) in enumerate(
-            zip(self._reached, self._accepted, strict=True)
-        ):
-            weight = reached + PRIOR_ROUNDS
+        seen = [self._evidence[0]]
+        if variant and not self.variants_draft_alike:
+            seen.append(self._evidence[variant])
+        for index in range(self._longest):
             falls = is_cautious and not self.is_chain and index > 0
-            prior = chance * index / (index + 1) if falls else chance
-            chance = (accepted + PRIOR_ROUNDS * prior) / weight
+            chance = chance * index / (index + 1) if falls else chance
+            weight = 0.0
+            for evidence in seen:
+                weight = evidence.reached[index] + PRIOR_ROUNDS
+                chance = (evidence.accepted[index] + PRIOR_ROUNDS * chance) / weight
             own = all_before * chance
             if doubt > 0:
                 chances.append(chance)
@@ -200,7 +243,8 @@ class DraftLengthController:
     def live_share(self, kind: RoundKind) -> float:
         """Share of this kind's drafts that the drafter is expected to make."""
         found, share = [], 1.0
-        for asked, drafted in zip(self._asked, self._drafted, strict=True):
+        evidence = self._evidence_of(kind.variant)
+        for asked, drafted in zip(evidence.asked, evidence.drafted, strict=True):
             share = (drafted + PRIOR_ROUNDS * share) / (asked + PRIOR_ROUNDS)
             found.append(share)
         return sum(found[: kind.draft_length]) / max(kind.draft_length, 1)
@@ -218,9 +262,10 @@ class DraftLengthController:
     ) -> dict[RoundKind, float]:
         """Expected of each kind of round, of one row; `chunks_per_token` as in `choose`, `assumed`
         as in `acceptance`."""
-        acceptance, rates = self.acceptance(**assumed), {}
+        acceptance, rates = {v: self.acceptance(variant=v, **assumed) for v in self._evidence}, {}
         for kind in self.times.kinds:
-            emitted = 1.0 + sum(acceptance[: kind.draft_length])
+            chances = acceptance.get(kind.variant, acceptance[0])
+            emitted = 1.0 + sum(chances[: kind.draft_length])
             seconds = self._round_s(kind, context)
             if kind != PLAIN:
                 seconds += emitted * chunks_per_token * self.times.chunk_s
@@ -261,11 +306,11 @@ class DraftLengthController:
             if self._current == PLAIN:
                 self._look_at_s = self._spent_s + LOOK_AGAIN * (self._spent_s - self._tried_at_s)
                 return Choice(kind=PLAIN, num_rounds=num_rounds)
-        compared = _comparable(rates_if(is_cautious=is_lighter))
+        compared = self._comparable(rates_if(is_cautious=is_lighter))
         if self._current != PLAIN and compared[PLAIN] == max(compared.values()):
             # Drafts that look too slow after a few rounds may have had bad luck, and a wrong end
             # of drafting is found out late.
-            compared = _comparable(rates_if(doubt=DOUBT))
+            compared = self._comparable(rates_if(doubt=DOUBT))
         was_resting = self._current == PLAIN
         best = max(compared, key=compared.__getitem__)
         needed = 1.0 if best == PLAIN else 1 + CLEAR_GAIN
@@ -277,8 +322,9 @@ class DraftLengthController:
         if self._current == PLAIN:
             self._ended_with = chunks_per_token
             # Let a later trial outweigh the evidence by which drafting lost.
-            self._forget(min(LITTLE_KNOWN / max(self._num_known, 1.0), 1.0))
-        elif self._num_known < LITTLE_KNOWN:
+            num_known = sum(evidence.num_known for evidence in self._evidence.values())
+            self._forget(min(LITTLE_KNOWN / max(num_known, 1.0), 1.0))
+        elif self._evidence_of(self._current.variant).num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
         return Choice(kind=self._current, num_rounds=num_rounds)
 
@@ -353,7 +399,7 @@ class DraftLengthController:
           seconds: how long the call that ran the rounds took; None if it was not timed.
         """
         kind = RoundKind(draft_length, variant)
-        self.num_rounds[draft_length] = self.num_rounds.get(draft_length, 0) + num_rounds
+        self.num_rounds[kind] = self.num_rounds.get(kind, 0) + num_rounds
         self._rounds_since_trial += num_rounds
         self.times.pass_rounds(num_rounds)
         asked = [num_row_rounds] * draft_length
@@ -365,28 +411,29 @@ class DraftLengthController:
         if kind == PLAIN:
             return
         self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
-        self._num_known += num_row_rounds
+        evidence = self._evidence_of(variant)
+        evidence.num_known += num_row_rounds
         reached = list(asked)
         if self.is_chain:
             reached[1:] = num_accepted_at[:-1]
         for j in range(draft_length):
-            self._asked[j] += asked[j]
-            self._drafted[j] += drafted[j]
-            self._reached[j] += reached[j]
-            self._accepted[j] += num_accepted_at[j]
+            evidence.asked[j] += asked[j]
+            evidence.drafted[j] += drafted[j]
+            evidence.reached[j] += reached[j]
+            evidence.accepted[j] += num_accepted_at[j]
 
     def _forget(self, share_kept: float) -> None:
-        """Reduces the weight of the evidence."""
-        self._num_known *= share_kept
-        self._reached = [share_kept * reached for reached in self._reached]
-        self._accepted = [share_kept * accepted for accepted in self._accepted]
-        self._asked = [share_kept * asked for asked in self._asked]
-        self._drafted = [share_kept * drafted for drafted in self._drafted]
+        for evidence in self._evidence.values():
+            evidence.forget(share_kept)
 
-
-def _comparable(rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
-    """Rates as they are compared: plain decoding is certain, and drafting must beat it clearly."""
-    return {kind: rate / (1 + CLEAR_GAIN * (kind != PLAIN)) for kind, rate in rates.items()}
+    def _comparable(self, rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
+        """Rates as they are compared: plain decoding is certain, drafting must beat it clearly, and
+        a variant that drafts other tokens must beat the drafter itself by more."""
+        found = {}
+        for kind, rate in rates.items():
+            is_unlike = kind.variant > 0 and not self.variants_draft_alike
+            found[kind] = rate / (1 + CLEAR_GAIN * (kind != PLAIN)) / (1 + UNLIKE_GAIN * is_unlike)
+        return found
 
 
 class FixedDrafting:
@@ -483,6 +530,7 @@ class AdaptiveDrafting(FixedDrafting):
                 self._executor, draft_length=self._draft_length, on_answer=on_answer
             )
             self._try_to_rest(requests)
+            self._try_variants(requests)
             drafter = self._executor.parts.drafter
             lengths = draft_lengths_to_try(
                 self._draft_length,
@@ -504,6 +552,7 @@ class AdaptiveDrafting(FixedDrafting):
                 is_chain=drafter.is_chain,
                 num_rows=self._executor.shape.batch_size,
                 skips_padding=self._executor.parts.skips_padding,
+                variants_draft_alike=drafter.variants_draft_alike,
             )
 
     def _try_to_rest(self, requests: MadeUpRequests) -> None:
@@ -511,13 +560,30 @@ class AdaptiveDrafting(FixedDrafting):
         executor = self._executor
         if "rest" not in executor.programs or self.rests is not None:
             return
-        self.rests = executor.is_resting_program_used = requests.rest_with_same_bits()
+        with_draft_steps = requests.bits_of_resting_rounds()
+        executor.is_resting_program_used = True
+        try:
+            self.rests = requests.bits_of_resting_rounds() == with_draft_steps
+        finally:
+            executor.is_resting_program_used = bool(self.rests)
         if not self.rests:
             warn_once(
                 f"Rounds of {executor.parts.target.name} without draft steps gave other bits than "
                 'rounds with them, so draft_length="auto" keeps the draft steps even where drafts '
                 'do not pay; choose exactness="ties" to have it decode plainly there.'
             )
+
+    def _try_variants(self, requests: MadeUpRequests) -> None:
+        """Leaves out variants of the drafter whose rounds change bits, where that is not known."""
+        executor = self._executor
+        if executor.are_variants_exact or len(executor.variants) == 1:
+            return
+        executor.is_resting_program_used = False
+        try:
+            found = {each: requests.bits_of_resting_rounds(each) for each in executor.variants}
+        finally:
+            executor.is_resting_program_used = bool(self.rests)
+        executor.variants = tuple(each for each, bits in found.items() if bits == found[0])
 
     @property
     def needs_measuring(self) -> bool:
@@ -532,7 +598,18 @@ class AdaptiveDrafting(FixedDrafting):
     @property
     def rounds_by_draft_length(self) -> dict[int, int]:
         """Rounds run so far at each draft length that was chosen."""
-        return {} if self.controller is None else dict(sorted(self.controller.num_rounds.items()))
+        return self._num_rounds_by("draft_length")
+
+    @property
+    def rounds_by_variant(self) -> dict[int, int]:
+        """Rounds run so far with each of the drafter's variants, plain decoding with the first."""
+        return self._num_rounds_by("variant")
+
+    def _num_rounds_by(self, field: str) -> dict[int, int]:
+        found: collections.Counter[int] = collections.Counter()
+        for kind, count in ({} if self.controller is None else self.controller.num_rounds).items():
+            found[getattr(kind, field)] += count
+        return dict(sorted(found.items()))
 
     def first_limit(self, ticket: Ticket) -> int:
         """The draft length with which a ticket's row begins: that of the current choice, so that it
@@ -693,45 +770,44 @@ class MadeUpRequests:
         executor.run(num_rounds, draft_length=kind.draft_length, variant=kind.variant)
         self._wait()
 
-    def rest_with_same_bits(self, num_rounds: int = 8) -> bool:
-        """Whether rounds that draft nothing give the same tokens, log-probabilities and KV without
-        the draft steps as with them, to the bit: for prompts on both sides of a block's end, every
-        other row sampled. Every row is empty afterwards."""
+    def bits_of_resting_rounds(self, variant: int = 0, num_rounds: int = 8) -> list[bytes]:
+        """Tokens, log-probabilities and KV after rounds that draft nothing: of prompts on both
+        sides of a block's end, every other row sampled. Every row is empty afterwards.
+
+        Args:
+          variant: of the drafter, whose program runs unless that of resting rounds is used.
+          num_rounds: to run.
+        """
         executor = self.executor
         longest = min(executor.longest_prompt, executor.shape.max_length - num_rounds, BLOCK + 1)
-        found = []
+        executor.reset()
         try:
-            for rests in (False, True):
-                executor.is_resting_program_used = rests
-                executor.reset()
-                rows = executor.free_rows(())[: executor.shape.batch_size]
-                for index, row in enumerate(rows):
-                    length = 1 + (longest - 1) * (len(rows) - index - 1) // max(len(rows) - 1, 1)
-                    prompt = np.random.default_rng(index).integers(
-                        executor.shape.vocab_size, size=length
-                    )
-                    request = Request(
-                        request_id=str(index),
-                        prompt_token_ids=tuple(map(int, prompt)),
-                        params=SamplingParams(
-                            max_tokens=num_rounds,
-                            temperature=float(index % 2),
-                            top_p=0.9,
-                            seed=index,
-                            ignore_eos=True,
-                            logprobs=None if executor.parts.logprobs is None else 0,
-                        ),
-                    )
-                    executor.admit_and_prefill(row, request, draft_length=0, arrival=index)
-                executor.run(num_rounds, draft_length=0)
-                self._wait()
-                bits = [executor.committed_kv(row) for row in rows]
-                bits.append(executor.fetch("tokens", "num_committed", "logprobs"))
-                found.append([np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(bits)])
+            rows = executor.free_rows(())[: executor.shape.batch_size]
+            for index, row in enumerate(rows):
+                length = 1 + (longest - 1) * (len(rows) - index - 1) // max(len(rows) - 1, 1)
+                prompt = np.random.default_rng(index).integers(
+                    executor.shape.vocab_size, size=length
+                )
+                request = Request(
+                    request_id=str(index),
+                    prompt_token_ids=tuple(map(int, prompt)),
+                    params=SamplingParams(
+                        max_tokens=num_rounds,
+                        temperature=float(index % 2),
+                        top_p=0.9,
+                        seed=index,
+                        ignore_eos=True,
+                        logprobs=None if executor.parts.logprobs is None else 0,
+                    ),
+                )
+                executor.admit_and_prefill(row, request, draft_length=0, arrival=index)
+            executor.run(num_rounds, draft_length=0, variant=variant)
+            self._wait()
+            bits = [executor.committed_kv(row) for row in rows]
+            bits.append(executor.fetch("tokens", "num_committed", "logprobs"))
+            return [np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(bits)]
         finally:
-            executor.is_resting_program_used = False
             executor.reset()
-        return found[0] == found[1]
 
     def catch_up(self) -> int:
         """Lets the drafter read what it has not seen; returns the number of chunks."""

@@ -565,6 +565,11 @@ def _described(engine: Engine) -> dict[str, Any]:
     """Shape and promise of an engine."""
     drafter, kernels = engine.drafter, getattr(engine.target, "kernels", None)
     noted = noted_kernels()
+    tried_window, rounds_in_window = None, 0
+    if engine.adaptive is not None and len(engine.executor.variants) > 1:
+        tried_window = getattr(engine.executor.parts.drafter, "tried_window", None)
+        if tried_window is not None:
+            rounds_in_window = engine.adaptive.rounds_by_variant.get(1, 0)
     return {
         "target": engine.target.name,
         "drafter": drafter.name if drafter else "none",
@@ -572,6 +577,8 @@ def _described(engine: Engine) -> dict[str, Any]:
         "draft_kv_dtype": kv_dtype_of(getattr(drafter, "model", None)),
         "is_synthetic": bool(drafter and drafter.is_synthetic),
         "kv_window_break_even": window_break_even(engine.executor.parts),
+        "tried_kv_window": tried_window,
+        "rounds_in_kv_window": rounds_in_window,
         "verifier": engine.verifier.name,
         "layout": engine.layout,
         "scheduler": engine.scheduler.name,

@@ -107,6 +107,8 @@ class Executor:
       verify_lengths: tokens scored per round, from the narrowest bucket to the widest.
       variants: the numbers that `run` takes as `variant`; see `Drafter.variants`. `(0,)` if there
         is no choice: 0 is then the variant that `choose_variant` returned.
+      are_variants_exact: whether rounds of each keep the promise of `exactness`; otherwise the
+        caller takes those out of `variants` that give other bits than the first.
       is_width_invariant: whether tokens get the same bits in each of these windows.
       is_resting_program_used: whether rounds that draft nothing run in a program without draft
         steps, of the same width as the others (`programs["rest"]`). It is compiled if the draft
@@ -143,8 +145,12 @@ class Executor:
             parts, exactness=exactness, is_adaptive=is_adaptive, keeps_bits=keeps_bits
         )
         self.is_width_invariant = keeps_bits or len(self.verify_lengths) == 1
+        # Programs that differ in draft steps only may well give the same bits.
+        has_own_pass = mesh is None and not parts.is_plain and parts.drafter.score is None
+        self.are_variants_exact = exactness == "ties" or keeps_bits
+        may_be_exact = self.are_variants_exact or (has_own_pass and parts.verifier.is_coupled)
         self.variants = (0,)
-        if is_adaptive and (exactness == "ties" or keeps_bits):
+        if is_adaptive and may_be_exact:
             self.variants = tuple(range(1 + len(parts.drafter.variants)))
         else:
             parts = parts.with_variant(variant)
@@ -176,11 +182,10 @@ class Executor:
             "prefill": self.program("prefill", everywhere.prefill, **updates),
         }
         self.is_resting_program_used = False
-        if is_adaptive and len(self.verify_lengths) == 1 and mesh is None:
-            if not parts.is_plain and parts.drafter.score is None:
-                self.programs["rest"] = self.program(
-                    "round without drafts", DecodeLoop(parts.resting).run, **updates
-                )
+        if is_adaptive and len(self.verify_lengths) == 1 and has_own_pass:
+            self.programs["rest"] = self.program(
+                "round without drafts", DecodeLoop(parts.resting).run, **updates
+            )
         for variant in self.variants:
             for length in self.verify_lengths:
                 rounds = self._on_mesh(parts.with_variant(variant).at(length)).run
@@ -600,18 +605,24 @@ def executor_of(target: Model, drafter: Drafter | None, config: EngineConfig) ->
         check_num_nodes(drafter, draft_length)
     parts = working_parts(target, drafter, config)
     warn_of_long_rows(target, drafter, config.max_length)
+    is_adaptive, break_even = draft_length == "auto", window_break_even(parts)
+    if is_adaptive and break_even is not None and config.layout == "ragged":
+        assert isinstance(parts.drafter, DraftModel), "others have no break-even"
+        drafter = parts.drafter.trying_window(MENTIONED_WINDOW)
+        parts = dataclasses.replace(parts, drafter=drafter)
     executor = Executor(
         parts,
         exactness=config.exactness,
-        is_adaptive=draft_length == "auto" and drafter is not None,
+        is_adaptive=is_adaptive and drafter is not None,
         check_invariants=config.check_invariants,
         mesh=config.mesh,
     )
     _log.info(executor.memory.sentence)
-    if (break_even := window_break_even(parts)) is not None:
+    if break_even is not None:
         _log.info(
             "with a kv_window of %d for the draft model, rounds of full rows would read %.2f times "
-            "the bytes; `jaxspec compare` measures which part of their tokens is left",
+            'the bytes; draft_length="auto" tries such a window, and `jaxspec compare` measures '
+            "which part of the tokens per round is left",
             MENTIONED_WINDOW,
             break_even,
         )

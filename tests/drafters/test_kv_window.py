@@ -15,9 +15,11 @@ from live import live_kv, poison
 from jaxspec import DraftModel, Engine, NGram, Rejection, SamplingParams, Static
 from jaxspec.cache import pages as kv
 from jaxspec.drafters import draft_model
+from jaxspec.engine.adaptive import DraftLengthController
 from jaxspec.engine.config import EngineConfig, make_parts
 from jaxspec.engine.executor import make_executor
 from jaxspec.engine.memory import num_bytes, window_break_even
+from jaxspec.engine.round_times import PLAIN, RoundKind, RoundTimes
 from jaxspec.engine.row_store import RowStore
 from jaxspec.errors import SettingError
 from jaxspec.kernels.base import attention_inputs
@@ -382,6 +384,93 @@ def test_a_prefilled_row_may_be_inserted():
     [expected] = own.generate([PROMPTS[0]], params)
     assert tuple(tokens) == expected.token_ids
     assert num_rounds == expected.acceptance.num_rounds
+
+
+# Draft steps that read a window of a cache that keeps everything
+
+
+def one_layer(**settings):
+    """A draft model whose KV does not depend on what its queries see."""
+    return DraftModel(toy.model(num_layers=1, seed=3), kv_sinks=SINKS, **settings)
+
+
+@pytest.mark.parametrize("tree", [None, pytest.param(BEAM, marks=pytest.mark.slow)])
+def test_a_variant_drafts_what_a_windowed_draft_model_drafts(tree):
+    requests = dict(enumerate(requests_of(PROMPTS, params_of())))
+    [variant] = one_layer(tree=tree).trying_window(WINDOW).variants
+    found = run(executor_of(variant), requests)
+    assert found == run(executor_of(one_layer(tree=tree, kv_window=WINDOW)), requests)
+    assert found != run(executor_of(one_layer(tree=tree)), requests)
+    assert variant.variants == one_layer(tree=tree).variants == ()
+
+
+def make_long_engine(kernels):
+    """An adaptive engine of rows long enough for its draft model to try a window."""
+    target = toy.model(num_layers=1, kernels=kernels)
+    drafter = DraftModel(dataclasses.replace(target, name="draft"))
+    settings = {"draft_length": "auto", "verify_length": 3, "batch_size": 1, "max_length": 4096}
+    engine = Engine(target, drafter, scheduler=Static(), **settings)
+    assert engine.describe()["tried_kv_window"] == 512
+    return engine
+
+
+@pytest.fixture(scope="module")
+def long_engine():
+    return make_long_engine(default_kernels())
+
+
+def of_context(context, *, in_window):
+    """A controller of the long engine: rounds in the window take this long, others two, and plain
+    decoding takes long."""
+    kinds = {PLAIN: 4.0, RoundKind(2): 2.0, RoundKind(2, 1): in_window}
+    controller = DraftLengthController(
+        RoundTimes(
+            short_context=0, long_context=context, short_s=kinds, long_s=kinds, chunk_s=1e-6
+        ),
+        variants_draft_alike=False,
+    )
+    controller.times.note = lambda *arguments: None
+    return controller
+
+
+@pytest.mark.parametrize("in_window", [1.0, pytest.param(1.9, marks=pytest.mark.slow)])
+def test_an_adaptive_engine_reads_a_window_where_that_is_faster(long_engine, in_window):
+    """By a tenth at least; and the output is plain decoding's."""
+    [prompt] = toy.prompts((900,))
+    params = SamplingParams(max_tokens=60, temperature=0.7, seed=1, ignore_eos=True)
+    long_engine.adaptive.controller = of_context(900, in_window=in_window)
+    [done] = long_engine.generate([prompt], params)
+    num_rounds = long_engine.describe()["rounds_in_kv_window"]
+    assert num_rounds == (done.acceptance.num_rounds if in_window == 1.0 else 0)
+    [plain] = long_engine.generate([prompt], params, speculate=False)
+    assert done.token_ids == plain.token_ids
+
+
+def test_a_window_in_which_less_is_accepted_is_given_up(long_engine):
+    """With the whole context all is accepted, for the target drafts for itself."""
+    [prompt] = toy.prompts((900,))
+    params = SamplingParams(max_tokens=120, ignore_eos=True)
+    long_engine.adaptive.controller = controller = of_context(900, in_window=1.7)
+    long_engine.generate([prompt], params)
+    assert 0 < long_engine.describe()["rounds_in_kv_window"] < 40
+    assert controller.acceptance(variant=1)[1] < controller.acceptance()[1]
+
+
+@pytest.mark.parametrize("is_broken", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_variant_whose_rounds_have_other_bits_is_left_out(is_broken):
+    """With kernels that promise nothing of programs that differ."""
+    engine = make_long_engine("xla")
+    run = engine.executor.programs["run_variant_1"]
+
+    def wrong_run(*arguments):
+        after = run(*arguments)
+        return after.replace(tokens=after.tokens.at[0, 4].add(1))
+
+    if is_broken:
+        engine.executor.programs["run_variant_1"] = wrong_run
+    engine.adaptive.prepare()
+    assert engine.describe()["tried_kv_window"] == (None if is_broken else 512)
+    assert any(kind.variant for kind in engine.adaptive.controller.times.kinds) != is_broken
 
 
 # Memory and bad settings

@@ -755,7 +755,7 @@ def test_bitwise_outputs_do_not_depend_on_the_choice(make):
     assert made.adaptive.controller.draft_length is None
     assert of(made.generate(PROMPTS, PARAMS)) == expected
     assert made.adaptive.controller.draft_length == 0
-    assert made.adaptive.controller.num_rounds[2] > 0
+    assert made.rounds_by_draft_length[2] > 0
     assert made.exactness == "bitwise"
     assert made.verify_lengths == (3,)
     assert [made.executor.compile_counts()[name] for name in ("run", "prefill")] == [1, 1]
@@ -782,19 +782,19 @@ def test_a_drafter_that_is_declined_rests_at_the_same_width_too(resting_engine):
     assert made.describe()["rests"] is True
     assert of(made.generate(PROMPTS, PARAMS)) == expected
     assert made.adaptive.controller.draft_length == 0
-    num_rounds = dict(made.adaptive.controller.num_rounds)
+    num_rounds = made.rounds_by_draft_length
     num_read = int(made.state.drafter.num_positions)
     # Of no use to a trial.
     made.adaptive.controller.times.times = dataclasses.replace(FIXED, chunk_s=1e9)
     assert of(made.generate(PROMPTS, PARAMS)) == expected
-    assert made.adaptive.controller.num_rounds[0] > num_rounds[0]
+    assert made.rounds_by_draft_length[0] > num_rounds[0]
     assert int(made.state.drafter.num_positions) == num_read
     assert made.executor.compile_counts()["rest"] == 1
     assert made.exactness == "bitwise"
     # It has to catch up, and drafts as before.
     made.adaptive.controller = with_fixed_times(times({0: 1, 1: 0.2, 2: 0.1}, chunk=1e-6))
     assert of(made.generate(PROMPTS, PARAMS)) == expected
-    assert made.adaptive.controller.num_rounds[2] > 0
+    assert made.rounds_by_draft_length[2] > 0
 
 
 @pytest.mark.parametrize("sabotage", ["tokens", "KV"])
@@ -828,8 +828,8 @@ def test_other_drafters_rest_too(make, target, kind):
     drafter = jaxspec.NGram(1, 3) if kind == "ngram" else jaxspec.DraftModel(target, tree=tree)
     made = make(drafter, draft_length="auto", max_logprobs=0)
     assert len(made.verify_lengths) == 1
-    requests = adaptive.MadeUpRequests(made.executor, draft_length=made.draft_length)
-    assert requests.rest_with_same_bits()
+    prepare(made)
+    assert made.adaptive.rests
 
 
 @pytest.fixture(scope="module")
@@ -855,13 +855,13 @@ def test_a_drafter_that_is_declined_reads_nothing_and_catches_up_when_it_is_righ
     learned = made.adaptive.controller.times
     monkeypatch.setattr(learned, "times", dataclasses.replace(FIXED, chunk_s=1e9))
     num_rounds, num_prefilled = (
-        dict(made.adaptive.controller.num_rounds),
+        made.rounds_by_draft_length,
         int(made.state.drafter.num_positions),
     )
     check(made.generate(PROMPTS, long))
     assert int(made.state.drafter.num_positions) == num_prefilled
-    assert made.adaptive.controller.num_rounds[0] > num_rounds.pop(0)
-    assert {n: made.adaptive.controller.num_rounds[n] for n in num_rounds} == num_rounds
+    assert made.rounds_by_draft_length[0] > num_rounds.pop(0)
+    assert {n: made.rounds_by_draft_length[n] for n in num_rounds} == num_rounds
 
     monkeypatch.setattr(learned, "times", FIXED)
     made.executor.update_params(drafter=target.params)  # the controller is not told
