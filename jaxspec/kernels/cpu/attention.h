@@ -260,6 +260,17 @@ struct Seen {
     const Integers is_near = (slots >= begins[query]) | (slots < sinks_end);
     return is_near & (slots < ends[query]) ? x : Vector{} + other;
   }
+
+  // Calls `body` with a function like `Of` for the slots of a block, which lets all lanes through where
+  // every query sees all of them.
+  template <typename Body>
+  void WithBlock(int64_t slot, const Body& body) const {
+    if (IsShared(slot)) {
+      body([](int64_t, Vector x, float) { return x; });
+    } else {
+      body([=](int64_t query, Vector x, float other) { return Of(query, slot, x, other); });
+    }
+  }
 };
 
 // Multiplies scores [block, query, kLanes] of codes by the scales of their keys [block] [kLanes].
@@ -284,10 +295,14 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, const float* const* sc
   for (const Run& run : seen.runs) {
     for (int64_t b = 0; b < run.num_blocks; ++b) {
       const float* from = scores + ((run.block + b) * seen.count + run.query) * kLanes;
-      for (int64_t q = run.query; q < run.query + run.num_queries; ++q, from += kLanes) {
-        const Vector score = seen.Of(q, run.slot + b * kLanes, Load(from), -1e30f);
-        highest[q] = score > highest[q] ? score : highest[q];
-      }
+      const int64_t slot = run.slot + b * kLanes;
+      const auto raise = [&](auto visible) {
+        for (int64_t q = run.query; q < run.query + run.num_queries; ++q, from += kLanes) {
+          const Vector score = visible(q, Load(from), -1e30f);
+          highest[q] = score > highest[q] ? score : highest[q];
+        }
+      };
+      seen.WithBlock(slot, raise);
     }
   }
   for (int64_t q = 0; q < seen.count; ++q) {
@@ -299,19 +314,21 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, const float* const* sc
   for (const Run& run : seen.runs) {
     for (int64_t b = 0; b < run.num_blocks; ++b) {
       float* const of_block = scores + (run.block + b) * seen.count * kLanes;
-      for (int64_t q = run.query; q < run.query + run.num_queries; ++q) {
-        float* const to = of_block + q * kLanes;
-        const Vector exp = Exp((Load(to) - highest[q]) * shape.score_scale);
-        const int64_t slot = run.slot + b * kLanes;
-        const Vector weight = seen.Of(q, slot, exp, 0.0f);
-        // The scale of a slot that the query does not see may be NaN.
-        const Vector scaled =
-            scales == nullptr ? weight : seen.Of(q, slot, exp * Load(scales[run.block + b]), 0.0f);
-        const Vector rounded = Round<T>(scaled);
-        sums[q] += weight;
-        Store(to, rounded);
-        if (shape.has_tiles) Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
-      }
+      const auto weigh = [&](auto visible) {
+        for (int64_t q = run.query; q < run.query + run.num_queries; ++q) {
+          float* const to = of_block + q * kLanes;
+          const Vector exp = Exp((Load(to) - highest[q]) * shape.score_scale);
+          const Vector weight = visible(q, exp, 0.0f);
+          // The scale of a slot that the query does not see may be NaN.
+          const Vector scaled =
+              scales == nullptr ? weight : visible(q, exp * Load(scales[run.block + b]), 0.0f);
+          const Vector rounded = Round<T>(scaled);
+          sums[q] += weight;
+          Store(to, rounded);
+          if (shape.has_tiles) Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+        }
+      };
+      seen.WithBlock(run.slot + b * kLanes, weigh);
       // Matrix units multiply with the weights of those too that do not read the block.
       if (!shape.has_tiles || run.num_queries == seen.count) continue;
       for (int64_t q = 0; q < seen.count; ++q) {

@@ -160,10 +160,21 @@ void ScoreTile(const T* queries, int64_t padded, const T* keys, int64_t size, fl
   }
 }
 
-// The keys of a block by what lies in a register's lane: [steps, lane of a register] of [slot].
+// What transposed keys and their queries are multiplied as: pairs of bfloat16 where there is an
+// instruction for these, and otherwise floats, so that each number is widened once.
+#if defined(__AVX512BF16__)
+template <typename T>
+using Factor = T;
+#else
+template <typename T>
+using Factor = float;
+#endif
+
+// The keys of a block by what lies in a register's lane: [steps, lane of a register] of [slot], and
+// where pairs are widened first the first ones of a lane, then the second.
 template <typename T>
 struct TransposedKeys {
-  const Numbers<T>* registers;
+  const Numbers<Factor<T>>* registers;
 };
 
 // Of vectors in memory, lane i of vector j becomes lane j of vector i.
@@ -196,7 +207,7 @@ inline void Transpose(const Vector (&from)[kLanes], Vector* to) {
 
 // `to` has room for as many numbers as a block, with heads filled up to whole registers.
 template <typename T>
-TransposedKeys<T> TransposeKeys(const T* keys, int64_t size, Numbers<T>* to) {
+TransposedKeys<T> TransposeKeys(const T* keys, int64_t size, Numbers<Factor<T>>* to) {
   for (int64_t i = 0, step = 0; i < size; i += kNumbers<T>, ++step) {
     Vector of_slots[kLanes];
     for (int slot = 0; slot < kLanes; ++slot) {
@@ -204,28 +215,48 @@ TransposedKeys<T> TransposeKeys(const T* keys, int64_t size, Numbers<T>* to) {
       const bool is_full = i + kNumbers<T> <= size;
       of_slots[slot] = Bits<Vector>(is_full ? LoadNumbers(from) : LoadNumbers(from, size - i));
     }
-    Transpose(of_slots, reinterpret_cast<Vector*>(to + step * kLanes));
+    Vector of_lanes[kLanes];
+    Transpose(of_slots, of_lanes);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const auto numbers = Bits<Numbers<T>>(of_lanes[lane]);
+      const int64_t index = step * kLanes + lane;
+      if constexpr (std::is_same_v<Factor<T>, T>) {
+        to[index] = numbers;
+      } else {
+        to[2 * index] = Part<0>(numbers);
+        to[2 * index + 1] = Part<1>(numbers);
+      }
+    }
   }
   return {to};
 }
 
 // For kCount queries, what `Sums` makes of kSpan lanes from `lane` on, for all slots at once.
 template <typename T, int kCount, int kSpan>
-__attribute__((always_inline)) inline void SumLanes(const T* queries, int64_t padded,
-                                                    const Numbers<T>* keys, int64_t lane,
+__attribute__((always_inline)) inline void SumLanes(const Factor<T>* queries, int64_t padded,
+                                                    const Numbers<Factor<T>>* keys, int64_t lane,
                                                     Vector (&sums)[kCount]) {
-  if constexpr (kSpan == 1) {
-    using Lane = std::conditional_t<std::is_same_v<T, float>, float, uint32_t>;
-#pragma GCC unroll 4
-    for (int q = 0; q < kCount; ++q) sums[q] = Vector{};
+  if constexpr (kSpan == 4) {
+    constexpr int kFactors = kParts<T> / kParts<Factor<T>>;  // of a lane
+    Vector of_lanes[4][kCount] = {};
     for (int64_t i = lane; i < padded / kParts<T>; i += kLanes) {
-      const Numbers<T> key = keys[i];
 #pragma GCC unroll 4
-      for (int q = 0; q < kCount; ++q) {
-        Lane of_query;
-        std::memcpy(&of_query, queries + q * padded + i * kParts<T>, sizeof(of_query));
-        sums[q] = AddPairs(Numbers<T>{} + of_query, key, sums[q]);
+      for (int j = 0; j < 4; ++j) {
+#pragma GCC unroll 2
+        for (int factor = 0; factor < kFactors; ++factor) {
+          const int64_t index = (i + j) * kFactors + factor;
+          const auto key = keys[index];
+#pragma GCC unroll 4
+          for (int q = 0; q < kCount; ++q) {
+            const Factor<T>* const query = queries + q * padded + index * kParts<Factor<T>>;
+            of_lanes[j][q] = AddPairs(SplatNumbers(query), key, of_lanes[j][q]);
+          }
+        }
       }
+    }
+#pragma GCC unroll 4
+    for (int q = 0; q < kCount; ++q) {
+      sums[q] = (of_lanes[0][q] + of_lanes[1][q]) + (of_lanes[2][q] + of_lanes[3][q]);
     }
   } else {
     Vector others[kCount];
@@ -239,15 +270,16 @@ __attribute__((always_inline)) inline void SumLanes(const T* queries, int64_t pa
 // The same scores, to the bit: what ScoreTile does with the lanes of a register, this does with
 // registers. It needs no shuffles, and costs less than half as much.
 template <typename T, int kCount>
-void ScoreTile(const T* queries, int64_t padded, TransposedKeys<T> keys, int64_t, float* scores) {
+void ScoreTile(const Factor<T>* queries, int64_t padded, TransposedKeys<T> keys, int64_t,
+               float* scores) {
   Vector sums[kCount];
   SumLanes<T, kCount, kLanes>(queries, padded, keys.registers, 0, sums);
   for (int q = 0; q < kCount; ++q) Store(scores + q * kLanes, sums[q]);
 }
 
 // Scores of all queries and a block, in tiles of four, two and one.
-template <typename T, typename Keys, int kCount = std::max(kLanes / 4, 1)>
-void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, Keys keys,
+template <typename T, typename Query, typename Keys, int kCount = std::max(kLanes / 4, 1)>
+void ScoreBlock(const HeadShape<T>& shape, const Query* queries, int64_t count, Keys keys,
                 float* scores) {
   int64_t q = 0;
   for (; q + kCount <= count; q += kCount) {
@@ -255,8 +287,8 @@ void ScoreBlock(const HeadShape<T>& shape, const T* queries, int64_t count, Keys
                          scores + q * kLanes);
   }
   if constexpr (kCount > 1) {
-    ScoreBlock<T, Keys, kCount / 2>(shape, queries + q * shape.padded, count - q, keys,
-                                    scores + q * kLanes);
+    ScoreBlock<T, Query, Keys, kCount / 2>(shape, queries + q * shape.padded, count - q, keys,
+                                           scores + q * kLanes);
   }
 }
 
@@ -483,8 +515,11 @@ void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const S*
   }
   T* const scratch = ScratchFor<T, S>(kLanes * shape.size);
   thread_local std::vector<Line> lines;
-  lines.resize(kLanes * shape.padded * sizeof(T) / sizeof(Line));
-  Numbers<T>* const transposed = reinterpret_cast<Numbers<T>*>(lines.data());
+  const int64_t num_transposed = kLanes * shape.padded;
+  lines.resize((num_transposed + count * shape.padded) * sizeof(Factor<T>) / sizeof(Line));
+  Factor<T>* const numbers = reinterpret_cast<Factor<T>*>(lines.data());
+  const auto transposed = reinterpret_cast<Numbers<Factor<T>>*>(numbers);
+  const Factor<T>* factors = nullptr;  // the queries, once they are needed
   for (const Run& run : runs) {
     for (int64_t b = run.block; b < run.block + run.num_blocks; ++b) {
       Fetch(keys[b + kAhead], shape.size);
@@ -493,7 +528,10 @@ void Scores(const HeadShape<T>& shape, const T* queries, int64_t count, const S*
       float* const to = scores + (b * count + run.query) * kLanes;
       if (run.num_queries >= kManyQueries) {
         const auto by_lane = TransposeKeys(block, shape.size, transposed);
-        ScoreBlock(shape, of_run, run.num_queries, by_lane, to);
+        if (factors == nullptr) {
+          factors = Widened(queries, count, shape.padded, shape.padded, numbers + num_transposed).numbers;
+        }
+        ScoreBlock(shape, factors + run.query * shape.padded, run.num_queries, by_lane, to);
       } else {
         ScoreBlock(shape, of_run, run.num_queries, block, to);
       }

@@ -201,6 +201,15 @@ inline Numbers<T> LoadNumbers(const T* from, int64_t count) {
 #endif
 }
 
+// A register full of what lies in one lane: a float, or a pair.
+inline Vector SplatNumbers(const float* from) { return Splat(*from); }
+
+inline Unsigned SplatNumbers(const uint16_t* from) {
+  uint32_t pair;
+  std::memcpy(&pair, from, sizeof(pair));
+  return Unsigned{} + pair;
+}
+
 // The floats that a register holds, in kParts vectors: of pairs all the first ones, then the second.
 template <typename T>
 constexpr int kParts = kNumbers<T> / kLanes;
