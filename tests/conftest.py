@@ -49,6 +49,10 @@ from jaxspec.models import prefill
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 
+# Tracing makes millions of objects, few of them in cycles: with Python's own thresholds the tests
+# spend a tenth of their time on looking for these.
+gc.set_threshold(100_000, 50, 100)
+
 # Tests ask what engines do with the times that they measure, not how exact these are.
 round_times.MEASURING_S = 0.3
 
@@ -108,6 +112,12 @@ def choose_options(*, is_fast: bool) -> None:
 def pytest_collection():
     """Compiles fast what draws the weights of models that files make when they are imported."""
     choose_options(is_fast=True)
+
+
+def pytest_collection_finish():
+    """Leaves what was imported out of all later searches for garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -535,8 +535,16 @@ def window_of(num_positions: int, max_depth: int | None):
     return logits, rows, prefix
 
 
-@pytest.mark.parametrize("max_depth", [None, 3])
-@pytest.mark.parametrize("num_positions", [2, 5, 11, 17])
+@pytest.mark.parametrize(
+    ("num_positions", "max_depth"),
+    [
+        *((2, None), (11, 3), (17, None)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((2, 3), (5, None), (5, 3), (11, None), (17, 3))
+        ),
+    ],
+)
 def test_positions_are_drawn_in_parts_as_if_at_once(num_positions, max_depth):
     logits, rows, prefix = window_of(num_positions, max_depth)
     at_once = jnp.argmax(scores_of(logits, rows, prefix), axis=-1)

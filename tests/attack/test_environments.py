@@ -277,7 +277,7 @@ sys.exit(cli.main(["cache", "list"]))
 """
 
 
-@pytest.mark.parametrize("has_cache", [True, False])
+@pytest.mark.parametrize("has_cache", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_user_without_home_and_without_entry(tmp_path, has_cache):
     names = ("JAXSPEC_CACHE", "XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "CXX")
     env = {name: value for name, value in os.environ.items() if name not in names}

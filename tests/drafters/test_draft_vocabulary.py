@@ -68,7 +68,11 @@ TREE = jaxspec.trees.BeamTree(width=2, depth=2, nodes=4)
 
 @pytest.mark.parametrize(
     ("verifier", "settings"),
-    [("coupled", {"min_confidence": 0.2}), ("coupled", {"tree": TREE}), ("rejection", {})],
+    [
+        ("coupled", {"tree": TREE}),
+        pytest.param("coupled", {"min_confidence": 0.2}, marks=pytest.mark.slow),
+        pytest.param("rejection", {}, marks=pytest.mark.slow),
+    ],
 )
 def test_it_drafts_as_from_logits_over_all_tokens(verifier, settings):
     """For a target that lacks the last token it drafts."""
@@ -91,7 +95,7 @@ def test_it_drafts_as_from_logits_over_all_tokens(verifier, settings):
     assert jaxspec.DraftModel(draft).for_target(target).excluded == IDS[-1:]
 
 
-@pytest.mark.parametrize("tree", [None, TREE])
+@pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), TREE])
 def test_outputs_are_plain_ones(tree):
     """Of a draft model that agrees with its target on the tokens that it drafts."""
     target = toy.model(num_layers=1, is_tied=True)

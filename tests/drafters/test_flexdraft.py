@@ -249,7 +249,7 @@ def test_modes_have_the_same_hidden_states(dtype, kernels, windows):
     ("make", "windows"),
     [
         pytest.param(flex.random_flex, (), marks=pytest.mark.slow),
-        (flex.copied_flex, ()),
+        pytest.param(flex.copied_flex, (), marks=pytest.mark.slow),
         (flex.copied_flex, WINDOWS),
     ],
 )
@@ -488,7 +488,9 @@ def that_sees_the_next_token(window, *, real=formulas.group_window, **sizes):
     return masks.replace(paths=jnp.where(depth == group + 1, depth, masks.paths))
 
 
-@pytest.mark.parametrize("fault", ["group off by one", "bonus leak"])
+@pytest.mark.parametrize(
+    "fault", ["group off by one", pytest.param("bonus leak", marks=pytest.mark.slow)]
+)
 def test_a_wrong_group_is_seen(target, monkeypatch, fault):
     assert compare_modes(target) < 1e-4
     if fault == "group off by one":

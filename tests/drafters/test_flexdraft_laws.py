@@ -95,10 +95,11 @@ def test_the_cut_is_tried_at_every_length():
 @pytest.mark.parametrize(
     ("is_noise_shared", "penalty"),
     [
-        (True, 1.0),
-        (False, 1.5),
-        pytest.param(True, 1.5, marks=pytest.mark.system),
-        pytest.param(False, 1.0, marks=pytest.mark.system),
+        (True, 1.5),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((True, 1.0), (False, 1.0), (False, 1.5))
+        ),
     ],
 )
 def test_a_block_is_drawn_as_node_by_node(is_noise_shared, penalty):

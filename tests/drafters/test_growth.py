@@ -100,7 +100,7 @@ def named(tree, *marks):
 
 
 @pytest.mark.parametrize(
-    "tree", [named(BUDGET), named(STATIC), *[named(tree, pytest.mark.system) for tree in OTHERS]]
+    "tree", [named(BUDGET), *[named(tree, pytest.mark.slow) for tree in (STATIC, *OTHERS)]]
 )
 def test_levels_that_expand_fewer_nodes_grow_the_same_tree(tree, rows):
     for seed in range(4):
@@ -110,7 +110,7 @@ def test_levels_that_expand_fewer_nodes_grow_the_same_tree(tree, rows):
 
 
 @pytest.mark.parametrize(
-    "tree", [named(BUDGET), *[named(tree, pytest.mark.system) for tree in (STATIC, *OTHERS)]]
+    "tree", [named(BUDGET), *[named(tree, pytest.mark.slow) for tree in (STATIC, *OTHERS)]]
 )
 @pytest.mark.parametrize("flatness", [0.2, 50])
 def test_levels_after_a_spent_budget_add_nothing(tree, flatness, rows):
@@ -135,7 +135,7 @@ def test_fewer_nodes_still_would_grow_another_tree(rows):
 
 
 @pytest.mark.parametrize(
-    "tree", [named(BUDGET), *[named(tree, pytest.mark.system) for tree in (STATIC, OTHERS[2])]]
+    "tree", [named(BUDGET), *[named(tree, pytest.mark.slow) for tree in (STATIC, OTHERS[2])]]
 )
 def test_logits_that_all_nodes_share_grow_the_tree_of_their_copies(tree, rows):
     counts, copies = needed_nodes(tree), tables(tree, 5)[:, :, :1]

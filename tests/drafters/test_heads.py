@@ -63,6 +63,10 @@ def silu(x):
     return x / (1 + np.exp(-x))
 
 
+features_of = jax.jit(decoder.training_features, static_argnums=(0, 4))
+layers_of = jax.jit(decoder.training_layers, static_argnums=0, static_argnames="has_feed_forward")
+
+
 class Reference:
     """What heads make of a text, from the text alone; all in float64 but for the layers."""
 
@@ -73,22 +77,20 @@ class Reference:
         head = params["embedding"].T if target.config.is_tied else params["head"]
         self.head = np.asarray(head, np.float64)
         self.epsilon = self.config.norm_epsilon
-        tokens = jnp.asarray(text, jnp.int32)[None]
+        # Padded, so that texts of all lengths share a program.
+        tokens = jnp.asarray([*text, *[0] * (-len(text) % 128)], jnp.int32)[None]
         segments = jnp.zeros_like(tokens)
         taps = (target.config.num_layers,)
-        stream = decoder.training_features(target.config, params, tokens, segments, taps)[:, :, 0]
+        stream = features_of(target.config, params, tokens, segments, taps)[:, :, 0]
         if self.config.kind == "clover2":
-            following = self.head.T[np.asarray(text)[1:]]
+            following = self.head.T[np.asarray(tokens[0, 1:])]
             mixed = np.asarray(stream[0, :-1], np.float64)
             mixed = mixed + self.attention_decoder(self.own["first"], mixed, following)
             stream, segments = jnp.asarray(mixed[None], jnp.float32), segments[:, :-1]
         if self.config.block is not None:
-            stream = decoder.training_layers(
-                self.config.block,
-                own,
-                stream,
-                segments,
-                has_feed_forward=self.config.block_part == "whole",
+            has_feed_forward = self.config.block_part == "whole"
+            stream = layers_of(
+                self.config.block, own, stream, segments, has_feed_forward=has_feed_forward
             )
         self.stream = np.asarray(stream[0], np.float64)
 
@@ -312,7 +314,9 @@ def test_every_draft_is_that_of_the_committed_tokens(target, plain, name, tree):
 REPEATING = [[1, 2, 3, 4, 5] * 4, [7, 7, 8, 7, 7, 9, 3], *PROMPTS[2:]]
 
 
-@pytest.mark.parametrize(("name", "tree"), [("clover", None), ("hydra", "chain")])
+@pytest.mark.parametrize(
+    ("name", "tree"), [("clover", None), pytest.param("hydra", "chain", marks=pytest.mark.slow)]
+)
 def test_heads_draft_where_n_grams_find_nothing(target, name, tree):
     alone = heads_named(name, target, tree)
     heads = Heads(alone.config, alone.params, tree=tree, prompt_lookup_min=2)
@@ -625,10 +629,16 @@ def test_the_whole_battery(target, name, tree):
 @pytest.mark.parametrize(
     ("tree", "expected"),
     [
-        (BudgetTree(nodes=3, depth=3, top_p=1, min_ratio=0), {0}),  # all spent on the first level
-        (BudgetTree(nodes=3, depth=3, top_p=1e-6), {0, 1, 2}),  # one node on each
+        pytest.param(  # all spent on the first level
+            BudgetTree(nodes=3, depth=3, top_p=1, min_ratio=0), {0}, id="spent at once"
+        ),
+        pytest.param(  # one node on each
+            BudgetTree(nodes=3, depth=3, top_p=1e-6),
+            {0, 1, 2},
+            id="one by one",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["spent at once", "one by one"],
 )
 def test_heads_after_a_spent_budget_are_not_computed(target, tree, expected):
     computed = []

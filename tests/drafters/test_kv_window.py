@@ -209,7 +209,7 @@ def distances_to_dense(executor, drafts):
         yield row, farthest, all(are_likeliest)
 
 
-@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.system)])
+@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts_are_drawn_from_what_a_dense_reference_says(monkeypatch, is_broken):
     """Under `rejection`, where the output's distribution rests on q. A ring of one page less is
     seen."""
@@ -304,7 +304,7 @@ def continued(executor, num_kept, params):
     return second, drafts_of(executor, 0), num_seen
 
 
-@pytest.mark.parametrize("is_broken", [False, True])
+@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_the_ring_has_lost_is_read_again(monkeypatch, is_broken):
     if is_broken:
         monkeypatch.setattr(kv.Ring, "holds", lambda ring, kept, written: kept >= 0)

@@ -35,8 +35,15 @@ def model(kernels="pallas", dtype=jnp.float32, **settings):
     return dataclasses.replace(made, kernels=kernels, **settings)
 
 
-@pytest.mark.parametrize("kernels", ["native", "pallas"])
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize(
+    ("kernels", "dtype"),
+    [
+        ("native", jnp.bfloat16),
+        ("pallas", jnp.float32),
+        pytest.param("native", jnp.float32, marks=pytest.mark.slow),
+        pytest.param("pallas", jnp.bfloat16, marks=pytest.mark.slow),
+    ],
+)
 def test_kernels_that_work_are_kept(kernels, dtype):
     ours = model(kernels, dtype)
     windows = (ROUND, TREE, CHUNK)

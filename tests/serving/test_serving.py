@@ -230,8 +230,8 @@ def engine_of(target, draft, expected):
 @pytest.mark.parametrize(
     "name",
     [
-        *("none", "ngram", "draft_model", "oracle", "remembering", "parallel"),
-        pytest.param("sequential", marks=pytest.mark.system),
+        *("none", "ngram", "draft_model", "remembering", "parallel"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle", "sequential")),
     ],
 )
 def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, expected, name):

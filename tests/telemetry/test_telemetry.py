@@ -245,8 +245,8 @@ def greedy(engines):
 @pytest.mark.parametrize(
     "verifier",
     [
-        jaxspec.Coupled,
         jaxspec.Rejection,
+        pytest.param(jaxspec.Coupled, marks=pytest.mark.slow),
         pytest.param(jaxspec.Block, marks=pytest.mark.slow),
         pytest.param(jaxspec.Typical, marks=pytest.mark.slow),
     ],
@@ -303,7 +303,7 @@ def plain(target):
     return engine.generate(toy.prompts(LENGTHS), [SamplingParams(max_tokens=40)] * len(LENGTHS))
 
 
-@pytest.mark.parametrize("drafter", ["oracle", "tree"])
+@pytest.mark.parametrize("drafter", [pytest.param("oracle", marks=pytest.mark.slow), "tree"])
 def test_deterministic_drafters_and_trees(target, plain, drafter):
     prompts = toy.prompts(LENGTHS)
     settings = {"scheduler": jaxspec.Static(), "batch_size": len(LENGTHS)}

@@ -247,11 +247,13 @@ def test_logits_in_parts_are_the_same(monkeypatch):
     params = unpacked(model.params)
 
     def made():
-        def loss(own):
-            return loss_of(drafter.config, own, params, batch)[0]
+        @jax.jit
+        def made_of(own):
+            gradient = jax.grad(lambda own: loss_of(drafter.config, own, params, batch)[0])
+            return scored(drafter.config, own, params, batch), gradient(own)
 
         jax.clear_caches()
-        return scored(drafter.config, drafter.params, params, batch), jax.grad(loss)(drafter.params)
+        return made_of(drafter.params)
 
     whole = made()
     num_logits = 2 * BLOCK * model.vocab_size  # of two blocks
