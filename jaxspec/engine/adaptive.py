@@ -199,7 +199,7 @@ class DraftLengthController:
     ) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted; in a chain, together with all
         before it. A position that was rarely reached is assumed to be like the one before it, and
-        that of a variant which drafts other tokens to be like the drafter's own.
+        that of a variant that was rarely run, and drafts other tokens, to be like the others'.
 
         Args:
           doubt: number of standard errors by which to raise the result. They are errors of the sum
@@ -212,14 +212,13 @@ class DraftLengthController:
         found, chances, variances = [], [], []
         slopes: list[float] = []  # by how much the sum so far grows with each of the chances
         chance, all_before, error_before = PRIOR_ACCEPTANCE, 1.0, 0.0
-        seen = [self._evidence[0]]
-        if variant and not self.variants_draft_alike:
-            seen.append(self._evidence[variant])
+        own_evidence = self._evidence_of(variant)
+        others = [each for each in self._evidence.values() if each is not own_evidence]
         for index in range(self._longest):
             falls = is_cautious and not self.is_chain and index > 0
             chance = chance * index / (index + 1) if falls else chance
             weight = 0.0
-            for evidence in seen:
+            for evidence in (*others, own_evidence):
                 weight = evidence.reached[index] + PRIOR_ROUNDS
                 chance = (evidence.accepted[index] + PRIOR_ROUNDS * chance) / weight
             own = all_before * chance

@@ -130,6 +130,7 @@ def rejecting():
     return engine_of(verifier=rejection.Rejection())
 
 
+@pytest.mark.slow
 def test_rejection_promises_the_distribution_only(rejecting):
     audit = audit_engine(rejecting, PROMPTS, SAMPLED)
     assert audit.holds

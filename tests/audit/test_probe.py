@@ -36,7 +36,7 @@ def leaky(leak):
     return Leaky(**fields, leak=leak)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_it_holds_here(dtype):
     target = toy.model(dtype=jnp.dtype(dtype), num_layers=1)
     engine = Engine(
@@ -57,7 +57,9 @@ def test_one_seat_and_no_window_leave_nothing_to_compare():
     assert "nothing to compare" in report.sentence
 
 
-@pytest.mark.parametrize("leak", ["rows", "neighbours", "window"])
+@pytest.mark.parametrize(
+    "leak", ["window", *(pytest.param(n, marks=pytest.mark.slow) for n in ("rows", "neighbours"))]
+)
 def test_a_leak_is_seen_and_named(leak):
     drafter = jaxspec.NGram() if leak == "window" else None
     report = probe(Engine(leaky(leak), drafter, batch_size=3, max_length=128))

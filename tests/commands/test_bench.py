@@ -122,7 +122,7 @@ def test_decode_shows_each_promise_with_a_draft_length_that_chooses_itself(docum
         assert sum(run["rounds_by_draft_length"].values()) > 0
 
 
-@pytest.mark.parametrize("kernels", ["xla", "native"])
+@pytest.mark.parametrize("kernels", [pytest.param("xla", marks=pytest.mark.slow), "native"])
 def test_positions_of_a_round_are_those_of_the_trace(kernels):
     target = toy.model(num_layers=1, kernels=kernels)
     drafter = DraftModel(toy.model(seed=1, num_layers=1))

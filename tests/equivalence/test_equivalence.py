@@ -162,7 +162,7 @@ FEW = [
         (XLA, "FlexDraft, parallel", pytest.mark.slow),
         (XLA, "Heads of Clover, a budget", pytest.mark.slow),
         (XLA, "Oracle with cost", pytest.mark.slow),
-        (XLA, "DraftModel of the target, a beam tree", pytest.mark.system),
+        (XLA, "DraftModel of the target, a beam tree", pytest.mark.slow),
         (INT8_XLA, "NGram", pytest.mark.slow),
         (INT8_NATIVE, "NGram", [needs_native, pytest.mark.system]),
         ("float32, pallas, int8", "NGram", pytest.mark.slow),
@@ -347,7 +347,7 @@ def test_seeds_differ_and_are_reported(setting):
 @pytest.mark.parametrize(
     "setting", [NATIVE, pytest.param(XLA, marks=pytest.mark.slow)], indirect=True
 )
-@pytest.mark.parametrize("scheduler", ["pool", "continuous"])
+@pytest.mark.parametrize("scheduler", ["pool", pytest.param("continuous", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "name",
     [

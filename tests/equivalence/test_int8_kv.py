@@ -61,8 +61,8 @@ def is_plain_decoding(setting, drafter):
 @pytest.mark.parametrize(
     ("tree", "draft_kv_dtype"),
     [
-        (None, None),
         (jaxspec.trees.BeamTree(3, 3, 6), "int8"),
+        pytest.param(None, None, marks=pytest.mark.slow),
         pytest.param(None, "int8", marks=pytest.mark.slow),
         pytest.param(jaxspec.trees.BeamTree(3, 3, 6), None, marks=pytest.mark.slow),
     ],
@@ -95,7 +95,9 @@ def test_caches_of_heads_are_not_quantised(setting):
 
 
 @pytest.mark.system
-@few_settings
+@pytest.mark.parametrize(
+    "setting", [pytest.param(INT8_XLA, marks=pytest.mark.slow), *FEW[1:]], indirect=True
+)
 def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     oracle = jaxspec.Oracle(toy.sequences(setting.reference), acceptance=0.6)
     engine = engine_for(setting.target, oracle, layout="aligned")
@@ -166,7 +168,7 @@ def with_the_neighbours_scale(monkeypatch):
 
 @pytest.mark.parametrize(
     "sabotage",
-    [with_changed_moves, pytest.param(with_the_neighbours_scale, marks=pytest.mark.system)],
+    [with_changed_moves, pytest.param(with_the_neighbours_scale, marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("setting", [INT8_XLA], indirect=True)
 def test_sabotage_is_caught(monkeypatch, setting, sabotage):
