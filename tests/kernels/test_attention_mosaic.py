@@ -336,16 +336,21 @@ def needs_h100(test):
 @pytest.mark.parametrize(
     ("window_length", "group", "size", "num_splits", "is_tree"),
     [
-        (5, 4, 128, 1, False),
         (5, 4, 128, 1, True),
         (5, 4, 128, 2, False),
-        (1, 1, 64, 1, False),
-        (5, 4, 16, 1, False),
         (8, 4, 80, 1, False),
-        (3, 2, 96, 2, True),
         (8, 8, 256, 1, False),
-        (8, 16, 128, 1, False),
-        (32, 4, 128, 1, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (5, 4, 128, 1, False),
+                (1, 1, 64, 1, False),
+                (5, 4, 16, 1, False),
+                (3, 2, 96, 2, True),
+                (8, 16, 128, 1, False),
+                (32, 4, 128, 1, True),
+            )
+        ),
     ],
 )
 def test_it_compiles_for_an_h100(window_length, group, size, num_splits, is_tree):
@@ -386,10 +391,11 @@ def test_it_compiles_for_an_h100(window_length, group, size, num_splits, is_tree
     ("num_rows", "window_length", "group", "size", "has_norm"),
     [
         (8, 5, 4, 128, True),
-        (1, 1, 1, 64, False),
-        (8, 5, 4, 80, True),
         (2, 256, 2, 256, False),
-        (4, 256, 8, 128, True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in ((1, 1, 1, 64, False), (8, 5, 4, 80, True), (4, 256, 8, 128, True))
+        ),
     ],
 )
 def test_the_kernel_that_writes_compiles_for_an_h100(

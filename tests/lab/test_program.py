@@ -104,7 +104,7 @@ def test_a_round_on_other_gpus(device):
 
 
 @needs("h100")
-@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+@pytest.mark.parametrize("kernels", ["mosaic", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_a_prefill_call_on_an_h100(kernels):
     shape = dataclasses.replace(SMALL, kernels=kernels)
     with as_if_on("h100"):
@@ -115,7 +115,7 @@ def test_a_prefill_call_on_an_h100(kernels):
 
 
 @needs("h100")
-@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+@pytest.mark.parametrize("kernels", ["mosaic", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_launches_of_a_layer(kernels):
     shape = dataclasses.replace(SMALL, kernels=kernels)
     with as_if_on("h100"):
