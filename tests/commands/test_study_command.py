@@ -254,6 +254,7 @@ def page_of_the_study():
     return " ".join((SHIPPED.parents[1] / "scaling.md").read_text().split())
 
 
+@pytest.mark.slow
 def test_the_page_says_how_the_shipped_draft_model_does_beside_the_study():
     """Rounds of the study's prompts, greedily with drafts of 4."""
     settings = scaling.ScalingSettings()

@@ -21,7 +21,7 @@ from jaxspec.training.lm_runs import load_run
 
 @pytest.mark.parametrize(  # the others: tests/training/test_train_drafters.py
     ("kind", "options"),
-    [pytest.param("medusa", ("--num-layers", 2), marks=pytest.mark.slow), ("clover2", ())],
+    [("medusa", ("--num-layers", 2)), pytest.param("clover2", (), marks=pytest.mark.slow)],
 )
 @pytest.mark.filterwarnings("ignore::jaxspec.errors.JaxspecWarning")
 def test_from_documents_to_drafts(cli, tmp_path, kind, options):
@@ -132,6 +132,7 @@ def test_an_interrupted_run_says_how_to_go_on(tmp_path):
     assert all((np.asarray(a) == np.asarray(b)).all() for a, b in zip(*leaves, strict=True))
 
 
+@pytest.mark.slow
 def test_flexdraft_from_texts_to_drafts(cli, tmp_path):
     model = tiny.save(tmp_path, "target", text=tiny.tokenizer())
     texts, out = write_texts(tmp_path / "texts.jsonl", str(model)), tmp_path / "run"

@@ -125,7 +125,7 @@ def test_a_foreign_model_decodes_speculatively_as_it_decodes_plainly(plain, make
     assert plain[0].text is None
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_a_preset_builds_and_decodes_at_reduced_size():
     for name, config in PRESETS.items():
         small = dataclasses.replace(

@@ -218,11 +218,8 @@ def test_rejection_of_heads_follows_the_distribution(target, plain, kind, tree):
     assert smallest > ALPHA / count
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    ("kind", "tree"),
-    [pytest.param("medusa", "chain", marks=pytest.mark.slow), ("clover", STATIC)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "tree"), [("medusa", "chain"), ("clover", STATIC)])
 def test_a_wrong_distribution_of_heads_is_caught(target, plain, kind, tree):
     sound = toys.random_heads(kind, target, tree=tree, stddev=0.3)
     heads = WrongLaw(sound.config, sound.params, tree=tree)
@@ -242,7 +239,13 @@ def test_the_settings_filter_something(plain):
 # Sabotage: the check has to see a filter in the wrong order, and noise used twice.
 
 
-@pytest.mark.parametrize("fault", ["temperature after the filters", "one key for all positions"])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        "temperature after the filters",
+        pytest.param("one key for all positions", marks=pytest.mark.slow),
+    ],
+)
 def test_a_broken_distribution_is_caught(monkeypatch, target, drafter, plain, fault):
     settings = [s for s in SETTINGS if s["temperature"] == 1.5 and "top_p" in s]
     if fault == "temperature after the filters":

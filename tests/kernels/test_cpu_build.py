@@ -272,7 +272,13 @@ def test_processes_that_start_together_compile_once(tmp_path, library):
     assert times_compiled(tmp_path) == 1
 
 
-@pytest.mark.parametrize("damage", ["cut short", "emptied", "flipped bit", "no such symbols"])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *("cut short", "flipped bit"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("emptied", "no such symbols")),
+    ],
+)
 def test_a_damaged_library_is_compiled_again(tmp_path, library, damage):
     compiler = copying_compiler(tmp_path, library.read_bytes())
     assert problem_of(tmp_path, compiler)[0] == "None"
@@ -317,7 +323,13 @@ def planted(tmp_path, path):
     return chosen
 
 
-@pytest.mark.parametrize("way", ["directory", "file", "owner of the directory", "owner", "link"])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *("file", "owner", "link"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("directory", "owner of the directory")),
+    ],
+)
 def test_what_others_could_have_written_is_not_loaded(tmp_path, library, way):
     if way.startswith("owner") and os.getuid() != 0:
         pytest.skip("only root can give files away")
