@@ -72,6 +72,7 @@ RETIMING_SHARE = 0.01
 OPTIMISM, RETIMED_AFTER = 2.5, 128
 TRIAL_ROUNDS = 8  # of a trial, and between decisions while there is little evidence
 FORGOTTEN_AFTER = 1024  # rounds of rows: older ones weigh less than 1/e
+OTHERS_FORGOTTEN_AFTER = 16 * FORGOTTEN_AFTER  # of another variant: what was seen of this one
 LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
@@ -199,7 +200,7 @@ class DraftLengthController:
     ) -> tuple[float, ...]:
         """Probability that the draft at each position is accepted; in a chain, together with all
         before it. A position that was rarely reached is assumed to be like the one before it, and
-        that of a variant that was rarely run, and drafts other tokens, to be like the others'.
+        that of a variant which drafts other tokens to be like the drafter's own.
 
         Args:
           doubt: number of standard errors by which to raise the result. They are errors of the sum
@@ -212,13 +213,14 @@ class DraftLengthController:
         found, chances, variances = [], [], []
         slopes: list[float] = []  # by how much the sum so far grows with each of the chances
         chance, all_before, error_before = PRIOR_ACCEPTANCE, 1.0, 0.0
-        own_evidence = self._evidence_of(variant)
-        others = [each for each in self._evidence.values() if each is not own_evidence]
+        seen = [self._evidence[0]]
+        if variant and not self.variants_draft_alike:
+            seen.append(self._evidence[variant])
         for index in range(self._longest):
             falls = is_cautious and not self.is_chain and index > 0
             chance = chance * index / (index + 1) if falls else chance
             weight = 0.0
-            for evidence in (*others, own_evidence):
+            for evidence in seen:
                 weight = evidence.reached[index] + PRIOR_ROUNDS
                 chance = (evidence.accepted[index] + PRIOR_ROUNDS * chance) / weight
             own = all_before * chance
@@ -321,8 +323,8 @@ class DraftLengthController:
         if self._current == PLAIN:
             self._ended_with = chunks_per_token
             # Let a later trial outweigh the evidence by which drafting lost.
-            num_known = sum(evidence.num_known for evidence in self._evidence.values())
-            self._forget(min(LITTLE_KNOWN / max(num_known, 1.0), 1.0))
+            for evidence in self._evidence.values():
+                evidence.forget(min(LITTLE_KNOWN / max(evidence.num_known, 1.0), 1.0))
         elif self._evidence_of(self._current.variant).num_known < LITTLE_KNOWN:
             num_rounds = min(num_rounds, TRIAL_ROUNDS)
         return Choice(kind=self._current, num_rounds=num_rounds)
@@ -409,8 +411,10 @@ class DraftLengthController:
         self._spent_s += num_rounds * self.times.round_s(kind, context, live)
         if kind == PLAIN:
             return
-        self._forget(max(1 - num_row_rounds / FORGOTTEN_AFTER, 0.0))
         evidence = self._evidence_of(variant)
+        for each in self._evidence.values():
+            after = FORGOTTEN_AFTER if each is evidence else OTHERS_FORGOTTEN_AFTER
+            each.forget(max(1 - num_row_rounds / after, 0.0))
         evidence.num_known += num_row_rounds
         reached = list(asked)
         if self.is_chain:
@@ -420,10 +424,6 @@ class DraftLengthController:
             evidence.drafted[j] += drafted[j]
             evidence.reached[j] += reached[j]
             evidence.accepted[j] += num_accepted_at[j]
-
-    def _forget(self, share_kept: float) -> None:
-        for evidence in self._evidence.values():
-            evidence.forget(share_kept)
 
     def _comparable(self, rates: Mapping[RoundKind, float]) -> dict[RoundKind, float]:
         """Rates as they are compared: plain decoding is certain, drafting must beat it clearly, and

@@ -293,8 +293,19 @@ def test_different_tokenizers_are_refused_and_shorter_ones_are_not(models):
         )
 
 
-@pytest.mark.parametrize("tree", [None, jaxspec.trees.BeamTree(2, 2, 4)], ids=["chain", "tree"])
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
+TREE = jaxspec.trees.BeamTree(2, 2, 4)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "tree"),
+    [
+        (1.0, TREE),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in ((0.0, None), (0.0, TREE), (1.0, None))
+        ),
+    ],
+)
 def test_ids_of_different_tokens_are_never_drafted_and_the_output_stays(tree, temperature):
     target = toy.model()
     prompts, params = (

@@ -307,10 +307,11 @@ def test_it_is_about_as_fast_as_the_best_fixed_kind(name):
     assert share_of_the_best(WORLDS[name]) > WORLDS[name].least
 
 
-def with_errors_of_every_position(self, doubt=0.0, *, is_cautious=False):
+def with_errors_of_every_position(self, doubt=0.0, *, variant=0, is_cautious=False):
     """Each chance of a chain is as high as may be, all at once."""
     found, chance, all_before = [], adaptive.PRIOR_ACCEPTANCE, 1.0
-    for reached, accepted in zip(self._reached, self._accepted, strict=True):
+    seen = self._evidence[0]
+    for reached, accepted in zip(seen.reached, seen.accepted, strict=True):
         weight = reached + adaptive.PRIOR_ROUNDS
         chance = (accepted + adaptive.PRIOR_ROUNDS * chance) / weight
         all_before *= min(chance + doubt * np.sqrt(chance * (1 - chance) / weight), 1.0)
