@@ -50,6 +50,7 @@ def bench(folder, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_every_part_has_a_row_for_each_drafter(bench, folder):
     drafters = ("ngram", f"mine=heads:{folder / 'clover'}")
     document = bench("--drafters", *drafters, "--texts", folder / "texts.jsonl")

@@ -1,7 +1,6 @@
 """Where a figure was measured."""
 
 import json
-import os
 import pathlib
 import re
 import subprocess
@@ -137,7 +136,7 @@ def test_a_wheel_knows_its_commit_also_by_way_of_a_source_distribution(checkout,
     assert commit_in(build(source, "build_wheel")) == head
 
 
-def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
+def test_compiled_programs_are_kept_for_the_next_process(tmp_path, fast_environment):
     code = (
         "import jax, jaxspec, toy\n"
         "from jaxspec.engine.engine import Engine\n"
@@ -149,7 +148,9 @@ def test_compiled_programs_are_kept_for_the_next_process(tmp_path):
         "Engine(toy.model(kernels='xla'), batch_size=1, max_length=128).generate([[1, 2]])\n"
         "print(len(hits))\n"
     )
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
+    environ = {
+        name: value for name, value in fast_environment.items() if not name.startswith("JAX_")
+    }
     environ |= {
         "JAXSPEC_CACHE": str(tmp_path),
         "PYTHONPATH": str(pathlib.Path(__file__).parents[1]),
