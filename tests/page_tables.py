@@ -541,6 +541,30 @@ def peers_parts(found):
     return [*header, "decoding, tokens/s", "peak GB", "as own plain, there and at batch 1"], rows
 
 
+@of("widths-cpu.json")
+def rounds_by_width(found):
+    by_code = {"before": {}, "after": {}}
+    for run in found["results"]:
+        by_code[run["code"]][run["batch_size"], run["width"]] = run
+
+    def shown(run):
+        low, high = run["range"]
+        return f"{run['ms']:.1f} ms ({low:.1f} to {high:.1f})"
+
+    rows = [
+        [
+            f"{size}",
+            f"{width}",
+            f"{run['live']:.2f}",
+            shown(by_code["before"][size, width]),
+            shown(run),
+        ]
+        for (size, width), run in by_code["after"].items()
+    ]
+    before, after = (f"`{found['config']['commits'][name]}`" for name in ("before", "after"))
+    return ["batch", "width", "tokens scored per row", before, after], rows
+
+
 @of("ngram-cpu.json")
 def ngram_rules(found):
     rows = []

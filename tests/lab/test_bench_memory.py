@@ -9,7 +9,7 @@ from rich.console import Console
 from jaxspec.lab.bench import memory
 
 
-@pytest.mark.system
+@pytest.mark.slow
 def test_the_plan_takes_fewer_bytes_for_the_same_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr(memory, "DRAFT_LENGTHS", (2, 3))
     questions = tmp_path / "questions.jsonl"

@@ -141,6 +141,7 @@ def test_a_second_turn_prefills_only_what_is_new(monkeypatch):
     assert "session on the host" in shown
 
 
+@pytest.mark.slow
 def test_a_small_run_of_the_verifiers(monkeypatch):
     monkeypatch.setattr(cases, "MAX_TOKENS", 8)
     monkeypatch.setattr(cases, "NUM_OUTPUTS", 1)

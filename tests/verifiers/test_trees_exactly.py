@@ -79,11 +79,11 @@ CASES = {
 }
 # One shape of arrays, one compilation; every other case takes seconds.
 QUICK = ("two, one", "small, thinned", "small, two of one", "two, one, deterministic")
-SLOW = ("equal", "one-hot target", "flat and peaked", "fewer nodes", "second child a hole")
+IN_GATE = ("two by two", "thinned, three of two", "first child a hole", "shared prefixes")
 NAMES = [
     name
     if name in QUICK
-    else pytest.param(name, marks=pytest.mark.slow if name in SLOW else pytest.mark.system)
+    else pytest.param(name, marks=pytest.mark.system if name in IN_GATE else pytest.mark.slow)
     for name in CASES
 ]
 
@@ -103,7 +103,13 @@ def holes_where_nothing_is_left(case, of_token):
 
 
 @pytest.mark.system
-@pytest.mark.parametrize("name", ["thinned", "thinned, three of two", "two of one"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "thinned, three of two",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("thinned", "two of one")),
+    ],
+)
 def test_levels_with_fewer_candidates_than_nodes(bench, name, monkeypatch):
     monkeypatch.setattr(enumeration, "is_left_out", holes_where_nothing_is_left)
     assert probs_error(bench, CASES[name]) < ROUNDING
