@@ -546,23 +546,13 @@ def rounds_by_width(found):
     by_code = {"before": {}, "after": {}}
     for run in found["results"]:
         by_code[run["code"]][run["batch_size"], run["width"]] = run
-
-    def shown(run):
-        low, high = run["range"]
-        return f"{run['ms']:.1f} ms ({low:.1f} to {high:.1f})"
-
-    rows = [
-        [
-            f"{size}",
-            f"{width}",
-            f"{run['live']:.2f}",
-            shown(by_code["before"][size, width]),
-            shown(run),
-        ]
-        for (size, width), run in by_code["after"].items()
-    ]
+    rows = []
+    for cell, after in by_code["after"].items():
+        before = by_code["before"][cell]
+        scored = f"{before['live']:.2f}, {after['live']:.2f}"
+        rows.append([*map(str, cell), scored, f"{before['ms']:.1f} ms", f"{after['ms']:.1f} ms"])
     before, after = (f"`{found['config']['commits'][name]}`" for name in ("before", "after"))
-    return ["batch", "width", "tokens scored per row", before, after], rows
+    return ["batch", "width", "tokens of a row with a draft", before, after], rows
 
 
 @of("ngram-cpu.json")
