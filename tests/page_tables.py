@@ -552,7 +552,7 @@ def rounds_by_width(found):
         scored = f"{before['live']:.2f}, {after['live']:.2f}"
         rows.append([*map(str, cell), scored, f"{before['ms']:.1f} ms", f"{after['ms']:.1f} ms"])
     before, after = (f"`{found['config']['commits'][name]}`" for name in ("before", "after"))
-    return ["batch", "width", "tokens of a row with a draft", before, after], rows
+    return ["batch", "width", "live tokens per row, before and after", before, after], rows
 
 
 @of("ngram-cpu.json")
