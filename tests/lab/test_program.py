@@ -60,7 +60,7 @@ def needs(device: str):
 
 
 @needs("h100")
-@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+@pytest.mark.parametrize("kernels", ["mosaic", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_a_round_on_an_h100(kernels):
     with as_if_on("h100"):
         found = compile_run("h100", dataclasses.replace(SMALL, kernels=kernels))
@@ -127,7 +127,7 @@ def test_launches_of_a_layer(kernels):
 
 
 @needs("h100")
-@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
+@pytest.mark.parametrize("kernels", ["mosaic", pytest.param("pallas", marks=pytest.mark.slow)])
 def test_kernels_are_lowered_once_for_all_layers(kernels):
     """A kernel takes much longer to lower than the rest of a layer."""
 
@@ -163,6 +163,7 @@ def test_gpus_are_given_the_attention_kernel():
 
 
 @needs("h200")
+@pytest.mark.slow
 def test_the_command(tmp_path):
     bench = program.program(devices=("h200",), num_layers=1, out=tmp_path / "program.json")
     bench.run(Console(quiet=True))
