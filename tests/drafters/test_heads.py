@@ -340,6 +340,7 @@ class NothingIsFound(Heads):
         return self._propose(shape, params, state, rows), state
 
 
+@pytest.mark.slow
 def test_another_draft_than_the_copied_one_is_seen(target):
     alone = heads_named("clover", target, None)
     heads = NothingIsFound(alone.config, alone.params, prompt_lookup_min=2)

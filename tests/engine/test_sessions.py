@@ -592,17 +592,15 @@ def test_a_lost_state_costs_a_reread(ngram, monkeypatch):
 # ------------------------------------------------------------------------- with other settings
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
         {"draft_length": "auto", "exactness": "ties"},
-        pytest.param({"scheduler": jaxspec.Static()}, marks=pytest.mark.slow),
-        pytest.param({"scheduler": jaxspec.Pool(window_size=3)}, marks=pytest.mark.slow),
-        pytest.param(
-            {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"}, marks=pytest.mark.slow
-        ),
-        pytest.param({"verifier": "rejection"}, marks=pytest.mark.slow),
+        {"scheduler": jaxspec.Static()},
+        {"scheduler": jaxspec.Pool(window_size=3)},
+        {"check_invariants": True, "max_logprobs": 1, "trace": "tokens"},
+        {"verifier": "rejection"},
     ],
     ids=str,
 )

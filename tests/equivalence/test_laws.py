@@ -181,12 +181,7 @@ def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
 
 
 STATIC = jaxspec.trees.StaticTree(((0,), (1,), (0, 0), (0, 1), (1, 0)))
-HEADS = [
-    pytest.param("medusa", "chain", marks=pytest.mark.slow),
-    pytest.param("medusa", STATIC, marks=pytest.mark.slow),
-    pytest.param("clover", "chain", marks=pytest.mark.slow),
-    ("clover", STATIC),
-]
+HEADS = [("medusa", "chain"), ("medusa", STATIC), ("clover", "chain"), ("clover", STATIC)]
 
 
 class WrongLaw(jaxspec.Heads):
@@ -208,7 +203,7 @@ def smallest_p_value(target, plain, heads, *, settings):
     return min(found), len(found)
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "tree"), HEADS)
 def test_rejection_of_heads_follows_the_distribution(target, plain, kind, tree):
     heads = toys.random_heads(kind, target, tree=tree, stddev=0.3)
