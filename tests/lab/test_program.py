@@ -145,6 +145,7 @@ def test_kernels_are_lowered_once_for_all_layers(kernels):
 
 
 @needs("h100")
+@pytest.mark.slow
 def test_sabotage_a_loop_in_every_layer_is_seen():
     """`block_attention`, the default of all accelerators once, loops over the live KV."""
     with as_if_on("h100"):
