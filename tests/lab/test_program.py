@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from jaxspec.decode.loop import DecodeLoop
 from jaxspec.errors import SettingError
 from jaxspec.kernels.registry import default_kernels
 from jaxspec.lab.bench import program
@@ -79,6 +80,23 @@ def test_a_round_without_draft_steps_is_one_graph():
     assert found.problems(draft_length=0) == []
     assert found.loops == [(1, None)]
     assert (found.greedy.num_graphs, found.greedy.num_predicates) == (1, 1)
+
+
+@needs("h100")
+@pytest.mark.slow
+def test_draft_steps_that_read_a_window_of_their_kv_have_no_loops(monkeypatch):
+    whole = Shape.loop
+
+    def in_window(shape):
+        parts = whole(shape).parts
+        [drafter] = parts.drafter.trying_window(512).variants
+        return DecodeLoop(dataclasses.replace(parts, drafter=drafter))
+
+    monkeypatch.setattr(Shape, "loop", in_window)
+    with as_if_on("h100"):
+        found = compile_run("h100", dataclasses.replace(SMALL, context=8192))
+    assert found.problems(draft_length=4) == []
+    assert found.loops == [(1, None), (2, 3)]
 
 
 @needs("t4")
