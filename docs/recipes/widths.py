@@ -99,9 +99,8 @@ def main(target, file, before, after):
             )
     config = {"target": os.path.basename(target), "prompts": os.path.basename(file)}
     config |= {"rounds": ROUNDS, "passes": PASSES, "turns": TURNS, "commits": commits}
-    jaxspec.Engine(
-        jaxspec.load_model(target, dtype="bfloat16")
-    )  # notes the kernels of this machine
+    # An engine notes which kernels this machine uses, for the document.
+    jaxspec.Engine(jaxspec.load_model(target, dtype="bfloat16"))
     document = {"command": "docs/recipes/widths.py", "config": config, "results": results}
     print(document_text(document | provenance()))
 
