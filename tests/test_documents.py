@@ -56,7 +56,7 @@ def test_the_five_lines_of_the_readme_run():
     assert len([line for line in statements if line]) == 4
 
 
-LONG = ("acceptance", "adding-a-drafter", "trees")  # a minute or more
+LONG = ("acceptance", "adding-a-drafter", "exactness", "heads", "sampling", "trees")
 
 
 @pytest.mark.parametrize(

@@ -248,7 +248,7 @@ SOME_PHASES = {
     "audit": ((LOAD, "wrapped"),),
     "train": ((COMPILE, 0.02), (SAVE, 0.02)),
 }
-IN_GATE_PHASES = ("generate", "convert")
+IN_GATE_PHASES = ("convert",)
 PHASES = {
     "generate": ((LOAD, 0), (LOAD, 0.02), ("os:fsync", 0)),
     "convert": (("os:fsync", 0),),

@@ -195,7 +195,8 @@ def attack_by_kills(place: Place, whole, num_kills: int) -> outcomes.Tally:
 
 
 @pytest.mark.parametrize(
-    "name", ["generate", "convert", pytest.param("train", marks=pytest.mark.slow)]
+    "name",
+    ["convert", *(pytest.param(name, marks=pytest.mark.slow) for name in ("generate", "train"))],
 )
 def test_kills(name, inputs, tmp_path, whole, record_property):
     place = Place(name, inputs, tmp_path / "out")

@@ -81,7 +81,13 @@ NEEDS_BATCH = {
 }
 
 
-@pytest.mark.parametrize("name", OF_TOKENS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "positions_by_buffer_index"))
+        for name in OF_TOKENS
+    ],
+)
 def test_fault_is_caught_and_its_control_run_passes(bench, name):
     result = bench.run(FAULTS[name])
     assert result.control_passes, result.detail

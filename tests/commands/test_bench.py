@@ -108,6 +108,7 @@ def test_decode_compares_every_draft_length_with_plain(document):
     assert drafted["speedup_vs_plain"] == pytest.approx(ratio)
 
 
+@pytest.mark.slow
 def test_decode_shows_each_promise_with_a_draft_length_that_chooses_itself(document, models):
     if load_model(str(models.target)).is_width_invariant:
         assert [run["exactness"] for run in document["adaptive"]] == ["bitwise"]

@@ -91,6 +91,7 @@ def test_candidates_of_settings_on_chats_by_task(models, questions, tmp_path):
     assert "has a chat template and was given plain text" in console.export_text()
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_prints_what_it_has_and_goes_on(
     models, questions, tmp_path, monkeypatch, cli
 ):

@@ -88,7 +88,7 @@ class WrongEngine(Engine):
             yield made
 
 
-@pytest.mark.parametrize("is_wrong", [False, True])
+@pytest.mark.parametrize("is_wrong", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_outputs_are_compared_with_plain_decoding(cli, tiny_pair, monkeypatch, is_wrong):
     if is_wrong:
         monkeypatch.setattr(compare, "Engine", WrongEngine)

@@ -114,6 +114,7 @@ def test_prompt_with_json(cli, models):
     assert "finished: length" in result.out
 
 
+@pytest.mark.slow
 def test_settings_as_json(cli, models, prompts, whole):
     """`--sampling-args` reach the requests, and `--engine-args` the engine."""
     args = ("generate", *settings(models), "--prompt", "Once")
@@ -132,7 +133,8 @@ def test_settings_as_json(cli, models, prompts, whole):
     assert [c["token_ids"] for c in document["completions"]] == token_ids(whole)
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(6, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 6])
 def test_shards_joined_are_the_whole(cli, models, prompts, whole, tmp_path, number):
     """Of six shards of five prompts one is empty. Sampled too, where seeds can be seen."""
     outputs = []
@@ -230,6 +232,7 @@ def with_noise(path, destination):
     save_model(dataclasses.replace(model, params=noisy), destination, overwrite=True)
 
 
+@pytest.mark.slow
 def test_resume_with_other_weights_under_the_same_name_is_refused(
     cli, refused, models, prompts, tmp_path
 ):
@@ -256,6 +259,7 @@ def test_resume_with_other_weights_under_the_same_name_is_refused(
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_checks_of_the_draft_model_can_be_left_out_too(cli, refused, models, tmp_path):
     draft = tmp_path / "draft"
     shutil.copytree(models.draft, draft)
@@ -376,6 +380,7 @@ def test_a_line_depends_on_every_sampling_parameter():
     assert len(digests) == len(params)
 
 
+@pytest.mark.slow
 def test_sampling_in_the_document(cli, models):
     result = cli(
         "generate", *settings(models), "--prompt", "Once", "--temperature", 1,
@@ -537,6 +542,7 @@ def test_an_output_that_cannot_grow_keeps_its_whole_lines_and_resumes(
     assert path.read_bytes() == whole.read_bytes()
 
 
+@pytest.mark.slow
 def test_factory_drafter_in_the_current_directory(cli, refused, models, tmp_path, monkeypatch):
     (tmp_path / "my_drafters.py").write_text(
         "from jaxspec import NGram\n"
@@ -734,6 +740,7 @@ def test_options_that_cannot_be_parsed_exit_with_2(cli):
 # ------------------------------------------------------------------------------- several turns
 
 
+@pytest.mark.slow
 def test_all_turns_are_answered_one_after_the_other(cli, models, tmp_path):
     questions, out = tmp_path / "questions.jsonl", tmp_path / "out.jsonl"
     chats = [["what", "why", "how"], ["when"], ["where", "who"]]

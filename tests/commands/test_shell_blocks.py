@@ -3,7 +3,7 @@ models, prompts and texts under the names that they use, all given by relative p
 
 The blocks of a page run one after another in one folder, as a reader would run them. `NOT_RUN` and
 `SHORTENED` say which lines do not, or not at their full size, and why; every other line runs as it
-stands. `IN_THE_GATE` are the quick ones; the slow test runs all.
+stands.
 """
 
 from __future__ import annotations
@@ -110,18 +110,6 @@ SHORTENED = {
 RENAMED = {"/250000/": "/8192/", "/500000/": "/16384/", "/1000000/": "/24576/",
            "/2000000/": "/32768/"}  # fmt: skip
 
-IN_THE_GATE = (
-    "jaxspec generate --target Qwen/Qwen3-8B",
-    "jaxspec generate --target MODEL --drafter ngram",
-    "jaxspec chat",
-    "jaxspec audit --target MODEL --draft MODEL",
-    "jaxspec bench predict",
-    "jaxspec convert",
-    "jaxspec cache",
-    "jaxspec doctor --versions",
-    "jaxspec study scaling --rows",
-)
-
 
 def blocks(page: pathlib.Path) -> list[list[str]]:
     """The lines of the page's shell blocks."""
@@ -155,13 +143,6 @@ def runnable(page: pathlib.Path) -> list[str]:
 
 
 WITH_SOME = [page for page in PAGES if runnable(page)]
-GATED = [
-    # The page of all commands takes minutes.
-    pytest.param(page, id=page.stem, marks=[pytest.mark.slow] * (page.stem == "command-line"))
-    for page in WITH_SOME
-    # Other pages repeat lines of these.
-    if page.stem in ("command-line", "scaling")
-]
 
 
 def write_model(directory: pathlib.Path, seed: int) -> None:
@@ -250,18 +231,6 @@ def run(folder: pathlib.Path, lines: list[str]) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("page", GATED)
-def test_quick_lines_of_shell_blocks_run_as_written(page, folder):
-    lines = [line for line in runnable(page) if begins(line, IN_THE_GATE)]
-    said = run(folder, lines)
-    if page.stem == "command-line":
-        assert "finished: " in said
-        assert (folder / "answers.jsonl").read_text().count("\n") == 2
-        assert (folder / "report.html").is_file()
-        assert (folder / "DST" / "params").is_dir()
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("page", WITH_SOME, ids=lambda page: page.stem)
@@ -273,7 +242,7 @@ def test_what_is_not_run_is_there():
     """No reason outlives its line."""
     lines = [line for page in PAGES for block in blocks(page) for line in block]
     assert all(line.strip() for line in lines)
-    for table in (NOT_RUN, SHORTENED, IN_THE_GATE):
+    for table in (NOT_RUN, SHORTENED):
         for start in table:
             assert any(line.startswith(start) for line in lines), start
     assert not [line for line in lines if begins(line, NOT_RUN) and begins(line, SHORTENED)]

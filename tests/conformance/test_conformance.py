@@ -430,7 +430,7 @@ DRAFTERS = {
 SELDOM = {
     "Oracle with cost": "slow",
     "DraftModel of a fixed shape": "slow",
-    "DraftModel of a beam tree": "system",
+    "DraftModel of a beam tree": "slow",
     "Heads": "system",
     "Heads of a fixed shape": "slow",
     "FlexDraft in passes of its own": "slow",

@@ -289,6 +289,7 @@ def test_twenty_thousand_requests():
     soak(20_000, num_phases=10)
 
 
+@pytest.mark.slow
 def test_six_hundred_requests():
     soak(600, num_phases=3)
 

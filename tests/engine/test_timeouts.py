@@ -90,6 +90,7 @@ def test_deadlines_of_lists_and_streams(engine, whole, slow):
     assert tuple(streamed) == last.completion.token_ids != ()
 
 
+@pytest.mark.slow
 def test_a_task_that_waits_for_a_place_in_the_queue_has_a_deadline_too(engine, whole, slow):
     async def read(timeout_s):
         *_, last = [piece async for piece in engine.astream(PROMPTS[0], LONG, timeout_s=timeout_s)]
@@ -214,6 +215,7 @@ def test_a_device_that_does_not_answer_before_there_are_rounds(target, when):
     answer.set()
 
 
+@pytest.mark.slow
 def test_measuring_many_rounds_may_take_longer_than_a_step(target):
     drafter = DraftModel(toy.model(seed=1, num_layers=1))
     engine = Engine(target, drafter, draft_length="auto", step_timeout_s=1.0, **SHAPE)

@@ -320,6 +320,7 @@ def test_draft_length_neighbours_seat_and_order_do_not_matter(setting, name):
         assert engine.generate([batch[index]], params[index])[0].token_ids == together[index]
 
 
+@pytest.mark.slow
 def test_drafters_and_draft_lengths_agree_on_one_window_and_tree_depth(setting):
     expected = None
     for name in ("DraftModel of the target", "NGram", "Oracle", "a tree"):

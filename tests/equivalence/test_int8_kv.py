@@ -108,11 +108,9 @@ def test_the_aligned_layout_gives_plain_decodings_codes(setting):
     assert sum(same) >= len(alike) - 1  # sums run in another order: ties
 
 
-@pytest.mark.system
+@pytest.mark.slow
 @needs_native
-@pytest.mark.parametrize(
-    "setting", [pytest.param(INT8_FP32, marks=pytest.mark.slow), INT8_NATIVE], indirect=True
-)
+@pytest.mark.parametrize("setting", [INT8_FP32, INT8_NATIVE], indirect=True)
 def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
     """With the native kernels, which read again to the bit."""
     prompts, params = setting.prompts, PARAMS[2]

@@ -154,16 +154,8 @@ FAMILIES = {
 
 
 # What the others have too: `llama` has nothing more, and `glm4` has the biases.
-SLOW_FAMILIES = ("glm4", "llama", "mistral", "qwen2")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=[pytest.mark.slow] if family in SLOW_FAMILIES else [])
-        for family in FAMILIES
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_windows_give_the_same_bits_in_every_family(family):
     shape = {"head_size": 64, "rope": RopeConfig(theta=1e4, rotary_size=64)} | FAMILIES[family]
     target = toy.model(kernels="native", dtype=jnp.bfloat16, **shape)
@@ -195,6 +187,7 @@ def test_xlas_bits_do_change_with_the_width_so_the_check_above_can_fail():
     assert np.any(plain != other)
 
 
+@pytest.mark.slow
 def test_no_instruction_copies_a_whole_cache(pair):
     target, draft = pair
     engine = Engine(target, jaxspec.DraftModel(draft), batch_size=4, max_length=2048)
@@ -237,6 +230,7 @@ def test_a_mesh_that_splits_the_model_leaves_it_to_xla():
     assert data.split("True True")[1] == alone.split("True True")[1]
 
 
+@pytest.mark.slow
 def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
     target, _ = pair
     params = SamplingParams(max_tokens=30)
@@ -265,9 +259,8 @@ def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
     assert len(done[0].token_ids) == 5
 
 
-@pytest.mark.parametrize(
-    "demo", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)], indirect=True
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("demo", [jnp.float32, jnp.bfloat16], indirect=True)
 def test_bitwise_engines_score_in_narrow_windows_and_no_bit_tells(demo):
     """Tokens, log-probabilities and KV, greedy and sampled, are those of one token at a time."""
     assert demo.target.kernels == "native"

@@ -95,6 +95,7 @@ def test_flexdraft_in_both_modes_and_untrained_heads(bench):
     assert [found["drafter"] for found in document["costs"]] == [*names, "random:clover2"]
 
 
+@pytest.mark.slow
 def test_sampled_outputs_of_a_verifier_that_is_not_coupled_are_not_compared(bench):
     options = ("--verifier", "rejection", "--temperature", 0.8, "--parts", "acceptance")
     document = bench("--drafters", "static[4]:demo-draft", *options)
@@ -169,6 +170,7 @@ def test_ranks_of_a_model_that_drafts_for_itself_are_all_zero():
 # ---- what is timed
 
 
+@pytest.mark.slow
 def test_a_round_that_is_timed_over_and_over_drafts_every_time():
     target = heads.target(num_layers=1)
     drafter = heads.random_heads("clover", target, tree="chain", stddev=0.3)

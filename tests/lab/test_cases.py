@@ -65,7 +65,7 @@ def test_options_of_a_case_are_explained(capsys):
 @pytest.mark.parametrize(
     ("bench", "names", "num_results"),
     [
-        (cases.kernels, ("xla", "native"), 2),
+        pytest.param(cases.kernels, ("xla", "native"), 2, marks=pytest.mark.slow),
         (cases.kv, ("int8", "own"), 2),
         (cases.forward, ("tree", "chain"), 2),
     ],
@@ -100,6 +100,7 @@ def test_options_that_nothing_can_be_measured_with_are_refused(bench, expected):
         run(bench)
 
 
+@pytest.mark.slow
 def test_gaps_of_a_stream_are_reported_by_the_prompts_length(tmp_path):
     target = tiny.save(tmp_path, "target", text=tiny.tokenizer())
     document, _ = run(cases.prefill(target=str(target), draft=str(target), prompt_tokens=(16, 64)))

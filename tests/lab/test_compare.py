@@ -76,6 +76,7 @@ class Learner(jaxspec.Drafter):
         return Shared(state.value.at[before].set(newest))
 
 
+@pytest.mark.slow
 def test_every_run_of_a_drafter_that_learns_begins_without_what_it_learned(target):
     found = run(target, {"none": None, "learner": Learner()}, repeats=3)
     once = run(target, {"none": None, "learner": Learner()}, repeats=1)
@@ -90,6 +91,7 @@ def test_drafters_may_be_named(target):
     assert found.candidates[1].engine["drafter"] == "ngram:1-2"
 
 
+@pytest.mark.slow
 def test_known_differences_are_found(comparison):
     assert comparison.holds
     fewest = NUM_TOKENS // (DRAFT_LENGTH + 1)
@@ -219,6 +221,7 @@ def counts(comparison):
     return figures
 
 
+@pytest.mark.slow
 def test_candidates_may_differ_in_anything_and_one_that_fails_is_a_row(target):
     stages = []
     found = compare_anything(target, on_stage=stages.append)
@@ -248,6 +251,7 @@ def test_candidates_may_differ_in_anything_and_one_that_fails_is_a_row(target):
     assert rounds.mean() == found.values("rounds", "k=2").value
 
 
+@pytest.mark.slow
 def test_where_bits_do_not_depend_on_the_width_a_chain_has_its_own(target, monkeypatch):
     monkeypatch.setattr(type(target), "is_width_invariant", True)
     candidates = {"short": {"drafter": "ngram", "draft_length": 1}, "long": {"drafter": "ngram"}}
@@ -335,6 +339,7 @@ def test_mistakes_are_refused(target, changes, sentence):
         compare(target, **given)
 
 
+@pytest.mark.slow
 def test_the_docstring_example_runs(monkeypatch):
     monkeypatch.setattr(jaxspec, "compare", compare, raising=False)
     results = doctest.testmod(jaxspec.lab.compare)

@@ -54,7 +54,13 @@ def noted(monkeypatch):
     [
         (SMALL.format(sabotage=""), 120, "works", None),
         (SMALL.format(sabotage=ONE_SLOT_TOO_MANY), 120, "fails", "differ from XLA's by"),
-        (SMALL.format(sabotage=DOES_NOT_COMPILE), 120, "fails", "RuntimeError: no such instruc"),
+        pytest.param(
+            SMALL.format(sabotage=DOES_NOT_COMPILE),
+            120,
+            "fails",
+            "RuntimeError: no such instruc",
+            marks=pytest.mark.slow,
+        ),
         (ABORT, 120, "crashes", "its process ended with -6"),
         (SLEEP, 1, "hangs", "no result after 1 s"),
     ],

@@ -51,6 +51,7 @@ def test_the_oracle_is_accepted_exactly_as_often_as_it_should_be(measured):
         assert always["program_bytes"] > cell["plain"]["program_bytes"]
 
 
+@pytest.mark.slow
 def test_the_draft_models_steps_are_run(measured):
     for program in measured[-1]:
         drafter = program.executor.state.drafter

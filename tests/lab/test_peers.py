@@ -74,6 +74,7 @@ def test_our_outputs_survive_batch_and_drafter(found):
     assert "3 of 3" in printed
 
 
+@pytest.mark.slow
 def test_an_engine_whose_outputs_change_is_seen(found):
     _, lines, _, _ = found
     assert lines[2, "vllm, plain"]["equal_to_batch_1"] == 0

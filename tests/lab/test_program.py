@@ -100,6 +100,7 @@ def test_draft_steps_that_read_a_window_of_their_kv_have_no_loops(monkeypatch):
 
 
 @needs("t4")
+@pytest.mark.slow
 def test_a_t4_compiles_with_xlas_kernels_and_its_problems_are_their_loops():
     with as_if_on("t4"):
         kernels, dtype = default_kernels(), "float16" if lacks_bfloat16() else "bfloat16"

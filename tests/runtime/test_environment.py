@@ -136,6 +136,7 @@ def test_a_wheel_knows_its_commit_also_by_way_of_a_source_distribution(checkout,
     assert commit_in(build(source, "build_wheel")) == head
 
 
+@pytest.mark.slow
 def test_compiled_programs_are_kept_for_the_next_process(tmp_path, fast_environment):
     code = (
         "import jax, jaxspec, toy\n"

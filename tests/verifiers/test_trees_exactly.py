@@ -79,7 +79,7 @@ CASES = {
 }
 # One shape of arrays, one compilation; every other case takes seconds.
 QUICK = ("two, one", "small, thinned", "small, two of one", "two, one, deterministic")
-IN_GATE = ("two by two", "thinned, three of two", "first child a hole", "shared prefixes")
+IN_GATE = ("thinned, three of two", "first child a hole", "shared prefixes")
 NAMES = [
     name
     if name in QUICK

@@ -165,6 +165,7 @@ def soak(engine, number):
     assert sum(number for _, number in answered) <= tokens
 
 
+@pytest.mark.slow
 @pytest.mark.system
 @pytest.mark.parametrize("number", [200, pytest.param(10_000, marks=MANY)])
 def test_nothing_is_left_of_many_requests(engine, number):

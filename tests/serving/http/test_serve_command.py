@@ -51,6 +51,7 @@ def read(url, lines, **changes):
         lines.extend(line for line in response.iter_lines() if line)
 
 
+@pytest.mark.slow
 def test_a_stream_ends_before_a_server_that_was_told_to(start):
     process, url = start("--draft", "demo-draft", "--engine-args", '{"rounds_per_piece": 1}')
     lines = []
