@@ -143,6 +143,7 @@ def test_rounds_equal_what_the_oracles_coin_implies(engines, target, acceptance)
             assert completion.token_ids == truth[index].token_ids
 
 
+@pytest.mark.slow
 def test_capacity_ends_a_row_at_the_same_token_with_and_without_drafts(target):
     [prompt] = toy.prompts((100,))
     params = SamplingParams(max_tokens=200)

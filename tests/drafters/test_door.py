@@ -42,7 +42,7 @@ def drafter(name, target):
     return {"head": door.linear_head, "riding": door.Riding}[name](target)
 
 
-@pytest.mark.parametrize("name", ["head", "riding"])
+@pytest.mark.parametrize("name", [pytest.param("head", marks=pytest.mark.slow), "riding"])
 def test_output_is_the_targets_and_nothing_lags(target, plain, name):
     settings = SMALL | {"exactness": "ties", "draft_length": "auto", "verify_length": 4}
     engine = Engine(target, drafter(name, target), **settings)
@@ -207,6 +207,7 @@ def test_in_a_serving_engine(target, plain, name):
     assert tuple(tokens) == tuple(plain[2])
 
 
+@pytest.mark.slow
 def test_trees_are_counted_by_depth_and_by_node(target):
     params = [SamplingParams(max_tokens=24)] * 2
     truth = Engine(target, **SMALL).generate(PROMPTS[2:4], params)

@@ -217,6 +217,7 @@ def test_a_row_drafts_as_much_as_it_wants_whatever_its_neighbours_want(tree):
     assert paths_of(fewer, 3) == paths_of(whole, 3)[:3]
 
 
+@pytest.mark.slow
 def test_a_narrow_window_gets_a_chain_without_the_work_of_a_tree():
     parts = make_executor(MODEL, DraftModel(MODEL, tree=BEAM), batch_size=4, max_length=128).parts
     narrow, narrower = parts.at(4), parts.at(6)
@@ -340,6 +341,7 @@ def test_trees_that_do_not_fit_are_refused(target):
         Engine(target, DraftModel(MODEL, tree=BEAM), verifier="rejection")
 
 
+@pytest.mark.slow
 def test_without_slots_for_expanded_nodes_a_long_text_gets_another_tree(monkeypatch):
     """What has no slot of its own is stored nowhere, and what is read in its place is not it."""
     rows = rows_of(TEXTS)

@@ -135,7 +135,7 @@ def reference_hidden(target, drafter):
     return reference
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FEWER)
 @pytest.mark.parametrize(
     ("kernels", "windows"),
     [
@@ -371,6 +371,7 @@ def test_nothing_is_read_that_was_not_written(target, mode):
     assert sum(c.acceptance.num_accepted_tokens for c in found[True]) > 20
 
 
+@pytest.mark.slow
 def test_rows_draft_to_the_end_of_their_slots(target):
     """The mask rows of the last rounds stand beyond `max_length`, and their KV has slots."""
     drafter = flex.copied_flex(target, mode="parallel", confidence=0.0)
@@ -488,9 +489,8 @@ def that_sees_the_next_token(window, *, real=formulas.group_window, **sizes):
     return masks.replace(paths=jnp.where(depth == group + 1, depth, masks.paths))
 
 
-@pytest.mark.parametrize(
-    "fault", ["group off by one", pytest.param("bonus leak", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["group off by one", "bonus leak"])
 def test_a_wrong_group_is_seen(target, monkeypatch, fault):
     assert compare_modes(target) < 1e-4
     if fault == "group off by one":

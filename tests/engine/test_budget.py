@@ -54,6 +54,7 @@ def is_the_most(made, found, budget_bytes):
     return fits and total_bytes(made, rows + 1) > budget_bytes
 
 
+@pytest.mark.slow
 def test_the_most_rows_that_fit_are_chosen(made):
     whole, four = total_bytes(made, 6), total_bytes(made, 4)
     assert fit_rows(made, whole).shape.batch_size == 6

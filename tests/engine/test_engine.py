@@ -173,6 +173,7 @@ def test_errors_name_the_setting_that_was_given(target, make, settings, message,
     assert others not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_errors_of_automatic_draft_lengths_name_the_setting_that_was_given(target):
     for settings, message in (
         ({"verify_length": 1}, "A verify_length of 1 was given with draft_length='auto'"),
@@ -224,6 +225,7 @@ def test_settings_without_effect_are_said_once(target, said):
     assert logprobs.startswith("logprobs_mode='processed_logprobs' was given without max_logprobs")
 
 
+@pytest.mark.slow
 def test_settings_of_requests_without_effect_are_said_once(target, engine, said):
     few = SamplingParams(max_tokens=1)
     plain = Engine(target, max_length=128, batch_size=1)

@@ -34,7 +34,7 @@ def prompt_logprobs(completions):
 
 @pytest.mark.as_shipped
 @pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_they_have_the_bits_that_generating_the_tokens_reports(dtype):
     names = ("demo-target", "demo-draft")
     target, draft = (jaxspec.load_model(name, dtype=dtype) for name in names)

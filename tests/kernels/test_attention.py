@@ -233,7 +233,7 @@ def test_sabotage_tails_that_begin_where_the_round_does(dtype, monkeypatch):
 
 
 @pytest.mark.as_shipped
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("dtype", [jnp.float32, pytest.param(jnp.bfloat16, marks=pytest.mark.slow)])
 def test_a_model_scores_and_stores_a_node_as_if_its_path_were_a_chain(dtype):
     model = toy.model(dtype=dtype)
     starts = np.asarray([3, 124, 131])

@@ -313,7 +313,12 @@ def chunks(*, dtype, kernels, sliding_window=None):
 
 @pytest.mark.usefixtures("traced_anew")
 @pytest.mark.parametrize(
-    ("dtype", "sliding_window"), [(jnp.float32, None), (jnp.float32, 70), (jnp.bfloat16, None)]
+    ("dtype", "sliding_window"),
+    [
+        (jnp.float32, 70),
+        pytest.param(jnp.float32, None, marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, None, marks=pytest.mark.slow),
+    ],
 )
 def test_long_chains_are_attended_to_in_parts(monkeypatch, dtype, sliding_window):
     def refuse(*_, **__):

@@ -307,7 +307,10 @@ def draws_by_default():
     return jax.device_get(jax.jit(lambda: every_draw())())
 
 
-SETTINGS = ["jax_enable_x64", "jax_threefry_partitionable", "jax_default_prng_impl"]
+SETTINGS = [
+    pytest.param("jax_enable_x64", marks=pytest.mark.slow),
+    *("jax_threefry_partitionable", "jax_default_prng_impl"),
+]
 
 
 @pytest.mark.parametrize("setting", SETTINGS)

@@ -454,9 +454,10 @@ def test_a_plan_for_another_device_says_so(recwarn):
     assert elsewhere.to_json()["platform"] == "gpu"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "is_tied"),
-    [pytest.param("bfloat16", True, marks=pytest.mark.slow), ("float32", False)],
+    [("bfloat16", True), ("float32", False)],
 )
 def test_a_plan_takes_what_its_engine_takes(dtype, is_tied):
     """To the byte, temporaries and packed weights too: one counter, with the kernels that run."""
@@ -759,6 +760,7 @@ def test_heads_are_predicted_to_cost_what_is_read_for_them():
     assert 0 < speed(chain) < speed(some) < speed(jaxspec.NGram())
 
 
+@pytest.mark.slow
 def test_heads_for_some_tokens_are_planned_with_their_columns(monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     target = toy.model(num_layers=3)

@@ -274,6 +274,7 @@ def test_an_abandoned_run_leaves_the_engine_usable(setting, engine_of):
     assert [c.token_ids for c in again] == [c.token_ids for c in witness]
 
 
+@pytest.mark.slow
 def test_seating_copies_no_kv(setting):
     target, _, _, oracle = setting
 

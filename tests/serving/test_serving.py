@@ -230,8 +230,11 @@ def engine_of(target, draft, expected):
 @pytest.mark.parametrize(
     "name",
     [
-        *("none", "ngram", "draft_model", "remembering", "parallel"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("oracle", "sequential")),
+        *("draft_model", "remembering"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("none", "ngram", "oracle", "parallel", "sequential")
+        ),
     ],
 )
 def test_tokens_are_the_engines_whatever_the_order(engine_of, requests, plain, expected, name):
@@ -573,6 +576,7 @@ def fit_bytes(target, batch_size):
     return bytes_of(DecodeLoop(make_parts(target, NGram(), config))).total_bytes
 
 
+@pytest.mark.slow
 def test_docstring_example():
     results = doctest.testmod(module)
     assert results.attempted > 0

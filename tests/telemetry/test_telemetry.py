@@ -460,6 +460,7 @@ def test_bytes_are_as_documented(target, level):
     assert num_bytes == engine.num_residents * MAX_LENGTH * per_slot
 
 
+@pytest.mark.slow
 def test_a_row_has_room_for_every_round_it_can_take(target):
     [prompt] = toy.prompts((1,))
     engine = make_engine(target, toy.WrongDrafter(token=60), batch_size=1, trace="tokens")

@@ -240,6 +240,7 @@ def test_the_loss_is_the_sum_label_by_label():
     assert metrics["calibrated_loss"] == pytest.approx(calibrated, rel=1e-4)
 
 
+@pytest.mark.slow
 def test_logits_in_parts_are_the_same(monkeypatch):
     model = target()
     drafter = flex.random_flex(model)

@@ -58,6 +58,7 @@ def check_bits(url, max_tokens):
         assert found[len(prompt) :] == one["logprobs"]["token_logprobs"]
 
 
+@pytest.mark.slow
 @pytest.mark.as_shipped
 @pytest.mark.skipif(cpu.problem() is not None, reason=f"{cpu.problem()}")
 @pytest.mark.parametrize("max_tokens", [0, 1])
