@@ -287,7 +287,9 @@ def use(engine):
     engine.step()
 
 
-@pytest.mark.parametrize("kind", ["plain", "speculative", "adaptive", "serving"])
+@pytest.mark.parametrize(
+    "kind", ["plain", pytest.param("speculative", marks=pytest.mark.slow), "adaptive", "serving"]
+)
 def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     engine = make(kind)
     shown, before, bytes_before = [], num_compiled(), live_bytes()
