@@ -663,6 +663,7 @@ def test_gumbel_noise_has_the_right_distribution_in_both_tails():
     assert np.isfinite(noise).all()
 
 
+@pytest.mark.slow
 @pytest.mark.as_shipped
 def test_noise_can_be_higher_than_the_default_modes():
     # The highest draw of jax.random.gumbel's default mode is 15.94, so that a token of probability

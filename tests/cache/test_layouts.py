@@ -165,6 +165,7 @@ def compiled_text(engine):
     return engine.executor.lower_run().compile().as_text()
 
 
+@pytest.mark.slow
 def test_only_the_aligned_program_holds_a_realignment(setting):
     scope = re.compile(r'op_name="[^"]*\brealign\b')
     assert scope.search(compiled_text(engine_for(setting, "aligned")))
@@ -246,9 +247,15 @@ def old_padding_kept(cache, after):
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        (one_slot_too_far, "I3: k of layer 0 of row . has changed at position"),
+        pytest.param(
+            one_slot_too_far,
+            "I3: k of layer 0 of row . has changed at position",
+            marks=pytest.mark.slow,
+        ),
         (one_row_forgotten, "I3: k of layer 0 of row 0 has changed at position 0"),
-        (old_padding_kept, "I1: rows of one round end at slots"),
+        pytest.param(
+            old_padding_kept, "I1: rows of one round end at slots", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_faulty_realignments_are_caught(setting, monkeypatch, fault, message):

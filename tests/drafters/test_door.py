@@ -277,6 +277,7 @@ def test_a_state_without_rows_is_refused(target):
         Engine(target, Wide(), **SMALL)
 
 
+@pytest.mark.slow
 def test_a_program_without_taps_is_that_of_forward_alone(target, monkeypatch):
     class Tapping(toy.WrongDrafter):
         """Has taps, and no use for them."""

@@ -165,7 +165,8 @@ def test_a_beam_tree_is_that_of_a_search(tree):
     assert set(draft.num_valid.tolist()) == {tree.nodes}
 
 
-@pytest.mark.parametrize("shape", [pytest.param(SHAPE, marks=pytest.mark.system), PROBS])
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", [SHAPE, PROBS])
 def test_a_static_tree_has_the_highest_of_each_node(shape):
     draft = drafted(STATIC, rows_of(TEXTS), shape)
     np.testing.assert_array_equal(draft.parents[0, :8], STATIC.parents)

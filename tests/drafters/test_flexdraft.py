@@ -204,14 +204,15 @@ def test_a_draft_ends_where_the_drafter_is_not_sure(rule):
 # Both modes draft the same.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "kernels", "windows"),
     [
-        pytest.param("float32", "default", (), marks=pytest.mark.slow),
+        ("float32", "default", ()),
         ("float32", "default", WINDOWS),
-        pytest.param("bfloat16", "default", (), marks=pytest.mark.slow),
-        pytest.param("float32", "xla", WINDOWS, marks=pytest.mark.slow),
-        pytest.param("bfloat16", "xla", (), marks=pytest.mark.slow),
+        ("bfloat16", "default", ()),
+        ("float32", "xla", WINDOWS),
+        ("bfloat16", "xla", ()),
     ],
 )
 def test_modes_have_the_same_hidden_states(dtype, kernels, windows):
@@ -500,6 +501,7 @@ def test_a_wrong_group_is_seen(target, monkeypatch, fault):
     assert compare_modes(target) > 1e-2
 
 
+@pytest.mark.slow
 def test_mask_rows_that_clean_rows_see_change_the_output(target, plain, monkeypatch):
     """A target whose clean rows look beyond their own position: the output is no longer its own."""
 
@@ -522,7 +524,8 @@ def test_mask_rows_that_clean_rows_see_change_the_output(target, plain, monkeypa
 # What it refuses, and what it survives.
 
 
-@pytest.mark.parametrize("mode", FEWER)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_nan_in_a_projector_leaves_the_output_alone(target, plain, mode):
     drafter = flex.copied_flex(target, mode=mode)
     first = drafter.params["layers"][0]

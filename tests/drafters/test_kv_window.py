@@ -304,7 +304,8 @@ def continued(executor, num_kept, params):
     return second, drafts_of(executor, 0), num_seen
 
 
-@pytest.mark.parametrize("is_broken", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("is_broken", [False, True])
 def test_what_the_ring_has_lost_is_read_again(monkeypatch, is_broken):
     if is_broken:
         monkeypatch.setattr(kv.Ring, "holds", lambda ring, kept, written: kept >= 0)

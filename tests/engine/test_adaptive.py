@@ -775,6 +775,7 @@ def prepare(engine):
     engine.adaptive.controller = with_fixed_times(FIXED)
 
 
+@pytest.mark.slow
 def test_a_drafter_that_is_declined_rests_at_the_same_width_too(resting_engine):
     made = resting_engine
     expected = of(made.generate(PROMPTS, PARAMS, speculate=False))  # with the draft steps
@@ -994,6 +995,7 @@ def test_short_drafts_are_scored_in_short_windows(oracle_engine, target, plain):
     assert rounds["emitted"].sum() == sum(len(c.token_ids) for c in done)
 
 
+@pytest.mark.slow
 def test_a_round_of_the_wrong_width_is_seen(oracle_engine, plain, target, monkeypatch):
     """Were drafts committed beyond the window that scored them, the outputs would differ."""
     made = oracle_engine

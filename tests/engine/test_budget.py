@@ -91,6 +91,7 @@ def test_an_engine_takes_a_budget(parts, made):
     assert engine.executor.programs["run"].compiled.is_cached
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_refused_with_the_smallest_budget(parts, made):
     with pytest.raises(SettingError, match="one row needs") as refused:
         fit_rows(made, 1000)

@@ -550,7 +550,7 @@ def processed(logits, params):
     return jax.nn.log_softmax(sampling.filtered_logits(jnp.asarray(logits)[None], parameters)[0])
 
 
-@pytest.mark.parametrize("index", [1, 2])
+@pytest.mark.parametrize("index", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_logprobs_are_those_of_a_single_pass(engine, oracle, target, mixed, index):
     params = dataclasses.replace(MIXED[index], logprobs=3)
     for mode, made_by in (("raw_logprobs", engine), ("processed_logprobs", oracle)):

@@ -244,6 +244,7 @@ def test_a_full_queue_pushes_back(engine):
     assert sorted(completion.request_id for completion in done) == sorted(names)
 
 
+@pytest.mark.slow
 def test_static_batches_take_submitted_requests_too(target, alone, engine):
     static = Engine(
         target,

@@ -202,6 +202,7 @@ def test_a_command_prints_the_first_long_compilations_into_a_log_file():
     assert len(lines) == 10
 
 
+@pytest.mark.slow
 def test_a_command_shows_one_line_on_a_terminal_that_is_redrawn_and_goes():
     parent, child = pty.openpty()
     process = run_code(stdout=subprocess.PIPE, stderr=child, text=True)
@@ -318,7 +319,7 @@ def test_a_warm_up_compiles_what_prompt_logprobs_need_if_it_is_told_to(num_compi
     assert num_compiled() == before
 
 
-@pytest.mark.parametrize("kind", ["plain", "serving"])
+@pytest.mark.parametrize("kind", ["plain", pytest.param("serving", marks=pytest.mark.slow)])
 def test_the_check_above_catches_a_state_of_another_type(kind, num_compiled, monkeypatch):
     engine, real = make(kind), compilation.shapes_at
 

@@ -92,6 +92,7 @@ def test_they_are_those_of_a_full_pass_and_a_shift_is_seen(engine):
             check_values(engine.target, [dataclasses.replace(scored[2], prompt_logprobs=shifted)])
 
 
+@pytest.mark.slow
 def test_a_session_and_a_prefix_change_no_value(engine):
     prompt, greedy = PROMPTS[3], SamplingParams(max_tokens=12, ignore_eos=True)
     expected = prompt_logprobs(engine.generate([prompt], SCORE))

@@ -641,9 +641,8 @@ def plan_with(drafter, **changes):
     return plan_memory(toy.model(num_layers=3), None, GIB, drafter=drafter, **options)
 
 
-@pytest.mark.parametrize(
-    "name", ['{"kind": "ngram", "branches": 2}', pytest.param("clover2", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ['{"kind": "ngram", "branches": 2}', "clover2"])
 def test_drafters_without_a_draft_model_are_planned_as_they_are(name, monkeypatch):
     monkeypatch.setattr(request, "default_kernels", lambda: "xla")
     drafter, target = name, toy.model(num_layers=3)

@@ -39,7 +39,7 @@ def model(kernels="pallas", dtype=jnp.float32, **settings):
     ("kernels", "dtype"),
     [
         ("native", jnp.bfloat16),
-        ("pallas", jnp.float32),
+        pytest.param("pallas", jnp.float32, marks=pytest.mark.slow),
         pytest.param("native", jnp.float32, marks=pytest.mark.slow),
         pytest.param("pallas", jnp.bfloat16, marks=pytest.mark.slow),
     ],

@@ -176,6 +176,7 @@ def test_draws_that_depend_on_the_width_are_caught(monkeypatch, caplog):
     assert "Draws and log-probabilities of 3 tokens at once and of 1" in record.getMessage()
 
 
+@pytest.mark.slow
 def test_sums_whose_order_xla_chooses_are_caught(monkeypatch):
     def equal(logits):
         return width_probe._are_equal(*width_probe._draw_widths(logits, False))

@@ -328,6 +328,7 @@ def test_garbage_is_never_read(engine_of, requests, expected):
     assert tokens_of(served) == tokens_of(expected)
 
 
+@pytest.mark.slow
 def test_a_block_left_behind_is_noticed(target, draft, requests, expected, monkeypatch):
     def forgetful(cache, row, source, source_row, num_slots):
         return copy_row(cache, row, source, source_row, num_slots - BLOCK)

@@ -259,7 +259,9 @@ def test_traces_of_sampled_rows_under_every_verifier(engines, target, draft, ver
     assert np.isneginf(completions.tokens().logprob_p).any()  # top-k and top-p removed some
 
 
-@pytest.mark.parametrize("verifier", [jaxspec.Coupled, jaxspec.Rejection])
+@pytest.mark.parametrize(
+    "verifier", [pytest.param(jaxspec.Coupled, marks=pytest.mark.slow), jaxspec.Rejection]
+)
 def test_the_target_wanted_what_plain_decoding_draws(engines, target, verifier):
     """With the seed of the request, also after rejected drafts; under other verifiers and in greedy
     rows the arg max of p."""
@@ -303,7 +305,8 @@ def plain(target):
     return engine.generate(toy.prompts(LENGTHS), [SamplingParams(max_tokens=40)] * len(LENGTHS))
 
 
-@pytest.mark.parametrize("drafter", [pytest.param("oracle", marks=pytest.mark.slow), "tree"])
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["oracle", "tree"])
 def test_deterministic_drafters_and_trees(target, plain, drafter):
     prompts = toy.prompts(LENGTHS)
     settings = {"scheduler": jaxspec.Static(), "batch_size": len(LENGTHS)}

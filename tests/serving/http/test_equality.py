@@ -179,6 +179,7 @@ def test_a_hundred_responses_are_those_of_the_engine(engine):
     compare(engine, 100)
 
 
+@pytest.mark.slow
 def test_one_seed_for_all_choices_is_seen(engine, monkeypatch):
     monkeypatch.setattr(
         generation, "each_sample", lambda p: [SamplingParams(**{**vars(p), "n": 1})] * p.n

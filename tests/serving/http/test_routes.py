@@ -549,6 +549,7 @@ def test_a_client_that_goes_away_frees_its_rows_within_two_steps_without_other_t
     assert after.get("length") == before.get("length")
 
 
+@pytest.mark.slow
 def test_a_handler_that_does_not_await_the_disconnect_is_seen(server, engine, steps, monkeypatch):
     async def never(receive):
         await asyncio.Event().wait()
