@@ -18,11 +18,13 @@ shard 1 the next ones. Everything here takes these numbers.
 from __future__ import annotations
 
 import collections
+import concurrent.futures
 import dataclasses
 import functools
 import logging
+import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Unpack, cast
+from typing import Any, TypeAlias, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +58,7 @@ from jaxspec.engine.memory import (
     measure_memory,
     window_break_even,
 )
+from jaxspec.engine.watchdog import set_result
 from jaxspec.errors import RequestError, SettingError, warn_once
 from jaxspec.kernels.base import splittable, unpacked
 from jaxspec.load.drafters import make_drafter
@@ -72,6 +75,9 @@ from jaxspec.runtime.kinds import are_arrays, first_mismatch, kinds_of
 from jaxspec.types import DecodeState, EngineShape, Finish, PyTree
 
 _log = logging.getLogger(__name__)
+
+# The state after rounds, and a copy of it; see `Executor.run`.
+Started: TypeAlias = concurrent.futures.Future[tuple[DecodeState, DecodeState]]
 
 
 class Executor:
@@ -114,6 +120,7 @@ class Executor:
         steps, of the same width as the others (`programs["rest"]`). It is compiled if the draft
         length is adaptive and there is only one width; the caller sets this once it knows that the
         program gives the same bits.
+      runs_ahead: whether the engine starts rounds before it has read the result of the last ones.
       programs: compiled functions by name: `init`, `admit`, `prefill`, `run` and others. A caller
         may replace one by a wrapper, to watch its calls.
     """
@@ -171,7 +178,9 @@ class Executor:
         elif self.home is not None:
             self.params = jax.device_put(self.params, self.home)
         self._state: DecodeState | None = None
+        self._started: Started | None = None  # the newest rounds, until `_settle`
         self._is_checked = check_invariants
+        self.runs_ahead = _is_accelerated(self.home) and not check_invariants
         self._poison = jax.jit(invariants.poison_uncommitted, donate_argnums=0)
 
         on_home: dict[str, Any] = {"out_shardings": self.home}
@@ -207,8 +216,13 @@ class Executor:
         self.programs["end_rows"] = self.program(
             "cancellation", _end_rows, donate_argnums=0, **on_home
         )
-        unused = ("score",) if is_adaptive else ("prefill_target", "catch_up", "lag", "score")
-        self._expected = {name: each for name, each in self.programs.items() if name not in unused}
+        shardings: Any = self.home
+        if isinstance(everywhere, ShardedLoop):
+            shardings = _without_kv(everywhere.state_shardings)
+        self.programs["copy"] = self.program("copy of counts", _copy, out_shardings=shardings)
+        is_used = {"score": False, "copy": self.runs_ahead}
+        is_used |= dict.fromkeys(("prefill_target", "catch_up", "lag"), is_adaptive)
+        self._expected = {n: each for n, each in self.programs.items() if is_used.get(n, True)}
         compilation.numbered(*self._expected.values())
 
     def program(
@@ -287,17 +301,28 @@ class Executor:
     @property
     def state(self) -> DecodeState:
         """The decode state on the device; it is made on first use, with every row empty."""
+        self._settle()
         state = self.programs["init"]() if self._state is None else self._state
         self._state = state
         return state
 
     @state.setter
     def state(self, state: DecodeState) -> None:
-        self._state = state
+        self._state, self._started = state, None
+
+    def _settle(self) -> None:
+        """Waits until rounds that were started have been given to the device, and takes their state
+        over; if they failed, it stays the one before them."""
+        if (started := self._started) is not None:
+            concurrent.futures.wait([started])
+            self._started = None
+            if started.exception() is None:
+                self._state = started.result()[0]
 
     @property
     def is_lost(self) -> bool:
         """Whether the state was donated to a call that failed, or weights were deleted."""
+        self._settle()
         return _has_deleted(self._state) or _has_deleted(self.params)
 
     def check_weights(self) -> None:
@@ -310,7 +335,7 @@ class Executor:
 
     def reset(self) -> None:
         """Drops the state, so that every row is empty; no output depends on it."""
-        self._state = None
+        self._state = self._started = None
 
     @property
     def is_idle(self) -> bool:
@@ -321,14 +346,15 @@ class Executor:
         """Waits until the device has finished all its work."""
         jax.block_until_ready(self.state.finish)
 
-    def fetch(self, *fields: str) -> Any:
-        """A copy of the state on the host: of everything but caches and drafter, or of the named
-        fields of `DecodeState` only."""
+    def fetch(self, *fields: str, state: DecodeState | None = None) -> Any:
+        """A copy of the state, or of one that `run` has copied, on the host: of everything but
+        caches and drafter, or of the named fields of `DecodeState` only."""
+        state = self.state if state is None else state
         if not fields:
-            return jax.device_get(self.state.replace(cache=(), drafter=()))
+            return jax.device_get(_without_kv(state))
         others = {field.name: None for field in dataclasses.fields(DecodeState)}
-        wanted = {name: getattr(self.state, name) for name in fields}
-        return jax.device_get(self.state.replace(**{**others, **wanted}))
+        wanted = {name: getattr(state, name) for name in fields}
+        return jax.device_get(state.replace(**{**others, **wanted}))
 
     # Requests and prompts.
 
@@ -402,7 +428,8 @@ class Executor:
         draft_length: int | None = None,
         min_running: int | Sequence[int] | np.ndarray = 1,
         variant: int = 0,
-    ) -> None:
+        in_background: bool = False,
+    ) -> Started | None:
         """Runs rounds. A shard stops early when fewer than `min_running` of its rows are running.
 
         Args:
@@ -411,6 +438,13 @@ class Executor:
             it is used. By default the widest is used.
           min_running: one number for every shard, or one per shard.
           variant: the drafter's variant, one of `variants`.
+          in_background: whether to return at once, and run them on a thread, after those that were
+            started before. All other methods that read or change the state wait until the device
+            has been given them, which takes as long as they run where the host controls their loop.
+
+        Returns:
+          with `in_background`, the state after these rounds, which is the executor's, and a copy of
+          it without caches and drafter, which outlives later rounds; both on the device.
         """
         if draft_length is None:
             length = self.parts.shape.verify_length
@@ -421,8 +455,25 @@ class Executor:
         program = self.programs["rest" if rests else self._run_name(length, variant)]
         if self._is_checked:
             self._run_checked(program, num_rounds, int(least[0]), length)
-            return
-        self.state = program(self.params, self.state, np.int32(num_rounds), self._per_shard(least))
+            return None
+        arguments = np.int32(num_rounds), self._per_shard(least)
+        if in_background:
+            params = self.params
+            return self._start(lambda state: program(params, state, *arguments))
+        self.state = program(self.params, self.state, *arguments)
+        return None
+
+    def _start(self, rounds: Callable[[DecodeState], DecodeState]) -> Started:
+        before = self._started
+        first: Any = self.state if before is None else None
+
+        def run() -> tuple[DecodeState, DecodeState]:
+            state = rounds(first if before is None else before.result()[0])
+            return state, self.programs["copy"](state)
+
+        self._started = started = concurrent.futures.Future()
+        threading.Thread(target=set_result, args=(started, run), daemon=True).start()
+        return started
 
     def _run_checked(
         self, program: Any, num_rounds: int, min_running: int, verify_length: int
@@ -536,6 +587,7 @@ class Executor:
             "catch_up": (self.params, state, chunks),
             "lag": (state,),
             "end_rows": (state, np.zeros((self.num_rows,), bool), number),
+            "copy": (state,),
         }
         run = (self.params, state, number, of_shards)
         expected = dict(self._expected)
@@ -658,6 +710,22 @@ def _with_working_kernels(
         model = with_working_kernels(drafter.model, windows_of(shape, verify_length=length))
         drafter = drafter.with_fields(model=model)
     return target, drafter
+
+
+def _is_accelerated(home: Any) -> bool:
+    """Whether any of these shardings is of other devices than CPUs."""
+    shardings = jax.tree.leaves(home)
+    return any(device.platform != "cpu" for each in shardings for device in each.device_set)
+
+
+def _without_kv(state: DecodeState) -> DecodeState:
+    """The state without what it holds of KV and of the drafter."""
+    return state.replace(cache=(), drafter=())
+
+
+def _copy(state: DecodeState) -> DecodeState:
+    """A copy of the state that outlives it, without caches and drafter."""
+    return jax.tree.map(jnp.copy, _without_kv(state))
 
 
 def _end_rows(state: DecodeState, is_ended: jax.Array, finish: jax.Array) -> DecodeState:

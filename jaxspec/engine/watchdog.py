@@ -42,7 +42,7 @@ class Watchdog:
         if self._last is not None:  # its caller may have been interrupted
             self._wait_for(self._last)
         self._last = done = concurrent.futures.Future()
-        threading.Thread(target=_call, args=(step, done), daemon=True).start()
+        threading.Thread(target=set_result, args=(done, step), daemon=True).start()
         self._wait_for(done)
         return done.result()
 
@@ -66,8 +66,9 @@ class Watchdog:
         raise StepTimeoutError
 
 
-def _call(step: Callable[[], T], done: concurrent.futures.Future[T]) -> None:
+def set_result(done: concurrent.futures.Future[T], call: Callable[[], T]) -> None:
+    """Makes a call, and gives a future its result or its error."""
     try:
-        done.set_result(step())
+        done.set_result(call())
     except BaseException as error:
         done.set_exception(error)
