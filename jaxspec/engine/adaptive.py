@@ -77,6 +77,7 @@ LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
 UNTIMED_CALLS = 16  # in a row; the next is timed, although the device has to be waited for
+RUNS_PER_CHOICE = 4  # where rounds start before the result of the last ones is known
 LOOK_AGAIN = 0.05  # of the time since the last trial: while no trial is affordable, when to look
 
 
@@ -467,23 +468,32 @@ class FixedDrafting:
         """The draft length with which a ticket's row begins."""
         return ticket.draft_length
 
-    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether the next rounds may start before the result of the last ones is known."""
+        return True
+
+    def before_rounds(
+        self, tickets: Mapping[int, Ticket], num_rounds: int, *, is_ahead: bool = False
+    ) -> Choice:
         """The kind and number of the next rounds.
 
         Args:
           tickets: by row.
           num_rounds: at most.
+          is_ahead: whether `after_rounds` is still to be called for the last ones; only if
+            `runs_ahead`.
         """
         return Choice(kind=RoundKind(_longest_draft(tickets)), num_rounds=num_rounds)
 
     def after_rounds(
         self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
     ) -> None:
-        """Learns from the rounds that were run, if there were any since the last call.
+        """Learns from the oldest rounds that it was not called for.
 
         Args:
-          tickets: by row, with what they have emitted by now.
-          state: with `state_fields`, on the host.
+          tickets: by row, with what they had emitted after the rounds.
+          state: with `state_fields`, on the host, after the rounds.
           answered_s: when the device had run the rounds, by `time.perf_counter`.
         """
 
@@ -516,6 +526,7 @@ class AdaptiveDrafting(FixedDrafting):
         )
         # Of the rounds that `after_rounds` is called for next, and what tickets had emitted before.
         self._choice: Choice | None = None
+        self._ahead: Choice | None = None  # for the rounds after these, unless chosen anew
         self._before: dict[Ticket, Acceptance] = {}
         self._num_rounds: Any = 0  # run before these, by shard
         self._started_s: float | None = None  # when they were started; None if they are not timed
@@ -619,14 +630,32 @@ class AdaptiveDrafting(FixedDrafting):
             chosen = self.controller.draft_length
         return ticket.draft_length if chosen is None else min(ticket.draft_length, chosen)
 
-    def before_rounds(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
+    @property
+    def runs_ahead(self) -> bool:
+        """As long as the last choice holds, unless its rounds are timed; see `FixedDrafting`."""
+        return self._ahead is not None
+
+    def before_rounds(
+        self, tickets: Mapping[int, Ticket], num_rounds: int, *, is_ahead: bool = False
+    ) -> Choice:
         """Sets the draft length of all rows for the next rounds; see `FixedDrafting`."""
         longest = _longest_draft(tickets)
-        if longest == 0:
-            return Choice(kind=PLAIN, num_rounds=num_rounds)
-        choice = self._choose(tickets, num_rounds)
+        if is_ahead:
+            assert self._ahead is not None, "only if `runs_ahead`"
+            choice = self._ahead
+            self._num_untimed += 1
+        else:
+            self._choice = self._started_s = None
+            most = num_rounds * (RUNS_PER_CHOICE if self._executor.runs_ahead else 1)
+            choice = Choice(kind=PLAIN, num_rounds=most)
+            if longest > 0:
+                choice = self._choose(tickets, most)
+        num_rounds = min(num_rounds, choice.num_rounds)
+        num_left, self._ahead = choice.num_rounds - num_rounds, None
+        if num_left and self._started_s is None:
+            self._ahead = dataclasses.replace(choice, num_rounds=num_left)
         kind = choice.kind._replace(draft_length=min(longest, choice.draft_length))
-        return dataclasses.replace(choice, kind=kind)
+        return Choice(kind=kind, num_rounds=num_rounds)
 
     def _choose(self, tickets: Mapping[int, Ticket], num_rounds: int) -> Choice:
         executor, controller = self._executor, self.controller
@@ -659,7 +688,8 @@ class AdaptiveDrafting(FixedDrafting):
         must_time = self._num_untimed >= UNTIMED_CALLS or controller.must_time(choice.kind)
         if must_time:
             executor.wait()
-        is_timed = must_time or (choice.draft_length > 0 and executor.is_idle)
+        is_free = choice.draft_length > 0 and not executor.runs_ahead and executor.is_idle
+        is_timed = must_time or is_free
         self._started_s = time.perf_counter() if is_timed else None
         self._num_untimed = 0 if is_timed else self._num_untimed + 1
         return choice
@@ -667,15 +697,15 @@ class AdaptiveDrafting(FixedDrafting):
     def after_rounds(
         self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
     ) -> None:
-        """Tells the controller the result of the last choice, if there was one since the last call;
-        see `FixedDrafting`."""
+        """Tells the controller the result of the last choice, if there was one; see
+        `FixedDrafting`."""
         num_rounds = np.asarray(state.num_rounds)  # by shard if there is a mesh
         seconds = None if self._started_s is None else answered_s - self._started_s
         # An engine that lost its state counts from 0 again.
         before_these = np.where(num_rounds < self._num_rounds, 0, self._num_rounds)
         self._num_rounds = num_rounds
-        choice, self._choice = self._choice, None
-        if choice is None or self.controller is None:
+        choice = self._choice
+        if choice is None or self.controller is None or not tickets:
             return
         new = [
             (self._before[ticket], ticket.acceptance)
@@ -684,6 +714,7 @@ class AdaptiveDrafting(FixedDrafting):
             and ticket.draft_length >= choice.draft_length
             and not ticket.is_prefilling
         ]
+        self._before = {ticket: ticket.acceptance for ticket in tickets.values()}
         self.controller.note(
             draft_length=choice.draft_length,
             variant=choice.variant,

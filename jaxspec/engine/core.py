@@ -27,7 +27,7 @@ import numpy as np
 from jaxspec.engine.adaptive import FixedDrafting
 from jaxspec.engine.config import EngineConfig
 from jaxspec.engine.driver import DeviceLock, Driver
-from jaxspec.engine.executor import Executor
+from jaxspec.engine.executor import Executor, Started
 from jaxspec.engine.kept_rows import KeptRows
 from jaxspec.engine.progress import Progress
 from jaxspec.engine.queue import RequestQueue, StreamOutput, Ticket
@@ -51,6 +51,8 @@ CHUNKS_PER_IDLE_ROW = 2
 # Chunks that a step may prefill while no row has begun to decode: 2,048 tokens, as in vLLM.
 CHUNKS_OF_A_BURST = 16
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
+# Why the host ends rows that the device would go on with.
+BY_HOST = (Finish.CANCELLED, Finish.TIMEOUT, Finish.STOP_STRING, Finish.TOKENIZER_ERROR)
 
 T = TypeVar("T")
 
@@ -101,6 +103,9 @@ class EngineCore:
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._is_oldest_next = True  # or the prompt with the fewest tokens left; see _take_chunks
+        # What becomes of the rounds whose result was not read yet, the oldest first; None where
+        # rounds do not run ahead. No row gets another request while there are any.
+        self._rounds: collections.deque[Started | None] = collections.deque()
         self._shared_steps = SharedSteps(lambda: self.step())
         self._step_timeout_s = config.step_timeout_s
         self._watchdog = None
@@ -185,6 +190,7 @@ class EngineCore:
 
     def reset(self) -> None:
         """Drops the state, and the KV that its rows held."""
+        self._rounds.clear()
         self.kept.forget_rows()
         self.executor.reset()
 
@@ -208,6 +214,7 @@ class EngineCore:
         try:
             return call()
         except BaseException:
+            self._rounds.clear()  # a later result holds theirs
             self.give_up_if_lost()
             raise
 
@@ -369,20 +376,31 @@ class EngineCore:
         self._end_early()
         if self.queue.num_unfinished:
             self.executor.check_weights()
-        self._admit_waiting()
-        self._prefill_prompts()
-        self._run_rounds()
+        if not self._rounds:
+            self._admit_waiting()
+            self._prefill_prompts()
+            self._run_rounds()
+        if self._may_run_ahead():
+            self._run_rounds()
         self._collect()
 
+    def _may_run_ahead(self) -> bool:
+        """Whether rounds may start before the result of the last ones is read: whatever it is,
+        nothing but rounds comes next. Rows end by themselves on the device."""
+        return (
+            self.executor.runs_ahead
+            and bool(self._rounds)
+            and not self.queue.has_waiting
+            and all(ticket.is_decoding for ticket in self.queue.tickets_by_row.values())
+            and self.drafting.runs_ahead
+        )
+
     def _end_early(self) -> None:
-        """Ends requests that were given up, and frees their rows."""
+        """Ends requests that were given up, with the tokens seen so far, and frees their rows."""
         self.queue.end_waiting()
-        given_up = {row: ticket.given_up for row, ticket in self.queue.tickets_by_row.items()}
-        if any(given_up.values()):
-            for finish in (Finish.CANCELLED, Finish.TIMEOUT):
-                if rows := [row for row, why in given_up.items() if why == finish]:
-                    self.executor.end_rows(rows, finish)
-            self._collect()
+        tickets = self.queue.tickets_by_row.items()
+        if ends := {row: why for row, ticket in tickets if (why := ticket.given_up) is not None}:
+            self._finish(ends)
 
     def _admit_waiting(self) -> None:
         """Gives free rows to requests, first come, first served."""
@@ -482,6 +500,7 @@ class EngineCore:
         running = {row: ticket for row, ticket in tickets.items() if ticket.is_decoding}
         if not running:
             return
+        is_ahead = bool(self._rounds)
         num_rounds, min_running = self._rounds_per_sync, np.ones((executor.num_shards,), np.int32)
         if _is_interactive(tickets.values()):  # stop when a row ends, to report it at once
             for shard, number in collections.Counter(map(executor.shard_of, running)).items():
@@ -489,33 +508,39 @@ class EngineCore:
             if any(one.is_streamed for one in tickets.values()):
                 num_rounds = min(self._rounds_per_piece, num_rounds)
             begins = any(one.is_streamed and one.first_token_s is None for one in running.values())
-            if begins and not self.queue.has_waiting:
+            if begins and not is_ahead and not self.queue.has_waiting:
                 num_rounds = 1  # in a full engine so many short calls would cost throughput
         elif self.queue.has_waiting:
             min_running[:] = executor.parts.scheduler.min_running(executor.parts.shape.batch_size)
         if len(running) < len(tickets) or any(one.deadline is not None for one in tickets.values()):
             num_rounds = min(self._rounds_per_piece, num_rounds)
-        choice = self.drafting.before_rounds(tickets, num_rounds)
-        executor.run(
+        choice = self.drafting.before_rounds(tickets, num_rounds, is_ahead=is_ahead)
+        started = executor.run(
             choice.num_rounds,
             draft_length=choice.draft_length,
             min_running=min_running,
             variant=choice.variant,
+            in_background=executor.runs_ahead,
         )
+        self._rounds.append(started)
 
     def _collect(self) -> None:
-        """Checks the rows: buffers output for streams, and finishes rows that have ended."""
+        """Checks the rows after the oldest rounds that were not collected yet: buffers output for
+        streams, and finishes rows that have ended."""
         tickets = self.queue.tickets_by_row
-        if not tickets:
+        were_run = bool(self._rounds)
+        if not tickets and not were_run:
             return
+        started = self._rounds.popleft() if were_run else None
         fields = ["num_committed", "finish", "counts", *self.drafting.state_fields]
         if any(ticket.reads_output for ticket in tickets.values()):
             fields.append("tokens")
         if any(ticket.streams_logprobs for ticket in tickets.values()):
             fields += [name for name in ("tokens", "logprobs") if name not in fields]
-        state = self.executor.fetch(*fields)
+        copy = None if started is None else started.result()[1]
+        state = self.executor.fetch(*fields, state=copy)
         answered_s = time.perf_counter()
-        stopped, unreadable, ended = [], [], []
+        ends: dict[int, Finish] = {}
         for row, ticket in tickets.items():
             is_live = state.finish[row] in LIVE
             # Otherwise the row would never be decoded, and the engine would step forever.
@@ -529,34 +554,48 @@ class EngineCore:
             try:
                 ticket.read_output(tokenizer, output)
                 if ticket.stopped is not None:
-                    stopped.append(row)
+                    ends[row] = Finish.STOP_STRING
                 elif is_live and ticket.is_streamed:
                     wanted = ticket.request.params.logprobs
                     logprobs = _logprobs(state, row, unread.start, last, wanted)
                     ticket.buffer_output(output, logprobs)
             except Exception:  # from a tokenizer, perhaps the user's own; other requests continue
                 _log.exception("the output of request %s cannot be read", ticket.request.request_id)
-                unreadable.append(row)
-            if not is_live or ticket.stopped is not None or row in unreadable:
-                ended.append(row)
-        self.drafting.after_rounds(tickets, state, answered_s=answered_s)
+                ends[row] = Finish.TOKENIZER_ERROR
+            if not is_live:
+                ends[row] = Finish(int(state.finish[row]))
+        if were_run:
+            self.drafting.after_rounds(tickets, state, answered_s=answered_s)
+        self._finish(ends, copy)
+
+    def _finish(self, ends: dict[int, Finish], copy: DecodeState | None = None) -> None:
+        """Ends rows with the tokens seen so far. Those that have not ended by themselves may have
+        run a few rounds too many, whose tokens are cut off.
+
+        Args:
+          ends: why, by row.
+          copy: a state after the rounds in which the tokens were seen; by default the newest.
+        """
+        tickets = self.queue.tickets_by_row
         self.metrics.update(
-            ended=[tickets[row].acceptance for row in ended if tickets[row].is_counted],
+            ended=[tickets[row].acceptance for row in ends if tickets[row].is_counted],
             running=[
                 ticket.acceptance
                 for row, ticket in tickets.items()
-                if row not in ended and ticket.is_counted
+                if row not in ends and ticket.is_counted
             ],
         )
-        if stopped:  # they ran a few rounds too many, whose tokens are cut off
-            self.executor.end_rows(stopped, Finish.STOP_STRING)
-        if unreadable:
-            self.executor.end_rows(unreadable, Finish.TOKENIZER_ERROR)
-        if ended:
-            state = self.executor.fetch()
-            for row in ended:
+        for finish in BY_HOST:
+            if rows := [row for row, why in ends.items() if why == finish]:
+                self.executor.end_rows(rows, finish)
+        if ends:
+            state = self.executor.fetch(state=copy)
+            for row, finish in ends.items():
                 self.kept.keep(tickets[row], state, row)
-                self.queue.finish(tickets[row], self._completion(state, row, tickets[row]))
+                completion = self._completion(state, row, tickets[row], finish)
+                self.queue.finish(tickets[row], completion)
+            if self._rounds and len(ends) == len(tickets):  # nobody awaits these
+                self._collect()
 
     def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
         """Notes when a row's tokens were seen."""
@@ -583,11 +622,12 @@ class EngineCore:
             times=done.times,
         )
 
-    def _completion(self, state: DecodeState, row: int, ticket: Ticket) -> Completion:
+    def _completion(
+        self, state: DecodeState, row: int, ticket: Ticket, finish: Finish
+    ) -> Completion:
         """The completion of a row that has ended, from a state on the host."""
-        request = ticket.request
-        first, last = ticket.prompt_length, int(state.num_committed[row])
-        of_prompt, finish = None, Finish(int(state.finish[row]))
+        request, of_prompt = ticket.request, None
+        first, last = ticket.prompt_length, ticket.num_committed
         if ticket.is_scored and not ticket.is_prefilling:
             found = _logprobs(state, row, 1, first, request.params.prompt_logprobs) or ()
             of_prompt = (None, *found)
@@ -630,6 +670,7 @@ class EngineCore:
         """Ends every request and the engine, because the device no longer answers."""
         self._is_abandoned = True
         self.kept.clear()
+        self.executor.reset()  # else what was started would be waited for
         _log.error("the engine %s", self._why_abandoned)
         self.metrics.abandon()
         self.queue.abandon(Finish.DEVICE_TIMEOUT, self._why_abandoned)

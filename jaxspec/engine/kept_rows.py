@@ -132,14 +132,15 @@ class KeptRows:
         return not self.rows.keeps_prompt_bits if own is None else own.is_reread
 
     def keep(self, ticket: Ticket, state: DecodeState, row: int) -> None:
-        """Records what the row of a finished ticket holds, from a state on the host."""
+        """Records what the row of a finished ticket holds, from a state on the host. The row may
+        have gone on after the end of the ticket's output."""
         own = ticket.conversation
         if own is None:
             return
         if own.is_closed or state.finish[row] == Finish.NON_FINITE:
             self.drop(own)
             return
-        num_committed, chunk = int(state.num_committed[row]), self._executor.shape.prefill_chunk
+        num_committed, chunk = ticket.num_committed, self._executor.shape.prefill_chunk
         num_prefilled = min(ticket.num_prefilled, ticket.prompt_length - 1)
         is_regular = (ticket.num_reused or 0) % chunk == 0
         own.token_ids = tuple(state.tokens[row, :num_committed].tolist())

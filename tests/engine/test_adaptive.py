@@ -917,7 +917,7 @@ def test_the_host_works_ahead_of_the_device_except_to_time_rounds(adaptive_engin
     )
     monkeypatch.setattr(type(made.executor), "wait", lambda self: events.append("wait"))
     run = made.executor.run
-    monkeypatch.setattr(made.executor, "run", lambda *a, **k: (events.append("run"), run(*a, **k)))
+    monkeypatch.setattr(made.executor, "run", lambda *a, **k: events.append("run") or run(*a, **k))
     made.generate(PROMPTS * 2, SamplingParams(max_tokens=150, ignore_eos=True))
     waits = [index for index, event in enumerate(events) if event == "wait"]
     # Trials are timed, too, so that some waits follow each other sooner.
