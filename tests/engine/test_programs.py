@@ -268,7 +268,15 @@ def make(kind):
         ),
         "checked": lambda: Engine(target, **SMALL, check_invariants=True),
         "serving": lambda: ServingEngine(target, draft, **SMALL, draft_length=2),
+        "ahead": lambda: running_ahead(target),
     }[kind]()
+
+
+def running_ahead(target):
+    """An engine that starts rounds before the last ones are read, as on accelerators."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxspec.engine.executor._is_accelerated", lambda home: True)
+        return Engine(target, **SMALL)
 
 
 def use(engine):
@@ -289,7 +297,8 @@ def use(engine):
 
 
 @pytest.mark.parametrize(
-    "kind", ["plain", pytest.param("speculative", marks=pytest.mark.slow), "adaptive", "serving"]
+    "kind",
+    ["plain", "ahead", pytest.param("speculative", marks=pytest.mark.slow), "adaptive", "serving"],
 )
 def test_after_a_warm_up_nothing_is_compiled(kind, num_compiled):
     engine = make(kind)

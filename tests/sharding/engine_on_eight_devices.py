@@ -118,6 +118,24 @@ def test_an_engine_on_a_mesh_is_audited(four, prompts):
     assert audit.levels["E2"].exact == 1
 
 
+def test_rounds_run_ahead_on_a_mesh(four, prompts):
+    """Counts, too, are those without: no request of these ends by a stop string."""
+    found = []
+    for runs_ahead in (False, True):
+        four.reset()
+        four.executor.runs_ahead = runs_ahead
+        names = [four.submit(p, s) for p, s in zip(prompts, PARAMS, strict=True)]
+        done, num_ahead = [], 0
+        while four.has_unfinished:
+            done += four.step()
+            num_ahead += len(four._core._rounds)
+        four.executor.runs_ahead = False
+        assert (num_ahead > 0) == runs_ahead
+        of_name = {one.request_id: (one.token_ids, one.acceptance) for one in done}
+        found.append([of_name[name] for name in names])
+    assert found[0] == found[1]
+
+
 def test_sessions_on_a_mesh(four, prompts):
     few = SamplingParams(max_tokens=9, ignore_eos=True)
     sessions = [four.session() for _ in range(four.num_residents + 3)]  # some are parked
