@@ -688,13 +688,21 @@ def test_another_asgi_server_starts_and_ends_the_app_by_its_lifespan(other):
 
 
 def test_a_drain_waits_for_requests_that_are_not_queued_yet(other, monkeypatch):
-    encode = Service.token_ids
-    monkeypatch.setattr(Service, "token_ids", lambda *args: (time.sleep(1), encode(*args))[1])
+    encode, begins, may_go_on = Service.token_ids, threading.Event(), threading.Event()
+
+    def token_ids(*args):
+        begins.set()
+        assert may_go_on.wait(60)
+        return encode(*args)
+
+    monkeypatch.setattr(Service, "token_ids", token_ids)
     with served(other) as (url, server), concurrent.futures.ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=30)
-        time.sleep(0.5)
+        asked = pool.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=60)
+        assert begins.wait(60)
         assert not other.queue.unfinished
         server.drain()
+        time.sleep(0.3)  # for a drain that does not wait
+        may_go_on.set()
         assert asked.result().json()["choices"][0]["finish_reason"] == "length"
 
 
