@@ -688,7 +688,8 @@ def test_another_asgi_server_starts_and_ends_the_app_by_its_lifespan(other):
 
 
 def test_a_drain_waits_for_requests_that_are_not_queued_yet(other, monkeypatch):
-    encode, begins, may_go_on = Service.token_ids, threading.Event(), threading.Event()
+    encode = Service.token_ids
+    begins, may_go_on, is_drained = (threading.Event() for _ in range(3))
 
     def token_ids(*args):
         begins.set()
@@ -696,12 +697,13 @@ def test_a_drain_waits_for_requests_that_are_not_queued_yet(other, monkeypatch):
         return encode(*args)
 
     monkeypatch.setattr(Service, "token_ids", token_ids)
+    monkeypatch.setattr(other.queue, "give_up", lambda tickets: is_drained.set())
     with served(other) as (url, server), concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(httpx.post, url + COMPLETIONS, json=LONG, timeout=60)
         assert begins.wait(60)
         assert not other.queue.unfinished
         server.drain()
-        time.sleep(0.3)  # for a drain that does not wait
+        assert not is_drained.wait(0.5)
         may_go_on.set()
         assert asked.result().json()["choices"][0]["finish_reason"] == "length"
 
