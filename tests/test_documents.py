@@ -56,7 +56,10 @@ def test_the_five_lines_of_the_readme_run():
     assert len([line for line in statements if line]) == 4
 
 
-LONG = ("acceptance", "adding-a-drafter", "exactness", "heads", "sampling", "trees")
+LONG = (
+    *("acceptance", "adding-a-drafter", "adding-a-verifier", "exactness", "heads", "sampling"),
+    *("serving", "sessions", "trees"),
+)
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,7 @@ def one_short(monkeypatch):
     monkeypatch.setattr(decoding, "commit", commit)
 
 
+@pytest.mark.slow
 def test_a_sabotaged_round_breaks_e1(one_short):
     audit = audit_engine(engine_of(), PROMPTS, GREEDY)
     assert not audit.holds
@@ -143,6 +144,7 @@ def test_rejection_promises_the_distribution_only(rejecting):
     assert audit.distribution.holds is True
 
 
+@pytest.mark.slow
 def test_sampled_outputs_that_are_cut_break_the_distribution(rejecting, monkeypatch):
     """Nothing else compares their lengths: they are no reference's."""
     real = Engine.run

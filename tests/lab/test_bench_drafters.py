@@ -144,6 +144,7 @@ def emitted_by_ranks(tree: StaticTree, ranks) -> float:
     return sum(map(len, ranks)) / num_rounds
 
 
+@pytest.mark.slow
 def test_decoding_emits_what_the_ranks_predict():
     target, draft = (jaxspec.load_model(name) for name in ("demo-target", "demo-draft"))
     prompts = [line.prompt for line in jaxspec.requests.prompts.sample_prompts()[::6]]

@@ -67,7 +67,7 @@ def test_options_of_a_case_are_explained(capsys):
     [
         pytest.param(cases.kernels, ("xla", "native"), 2, marks=pytest.mark.slow),
         (cases.kv, ("int8", "own"), 2),
-        (cases.forward, ("tree", "chain"), 2),
+        pytest.param(cases.forward, ("tree", "chain"), 2, marks=pytest.mark.slow),
     ],
 )
 def test_forward_passes_are_timed_in_turns(bench, names, num_results, monkeypatch):

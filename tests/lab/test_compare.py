@@ -276,6 +276,7 @@ class Killed(BaseException):
     """As if the process had been killed."""
 
 
+@pytest.mark.slow
 def test_a_killed_comparison_that_is_resumed_equals_an_uninterrupted_one(target, tmp_path):
     candidates = {label: own for label, own in ANYTHING.items() if label != "auto"}
     whole = compare_anything(target, candidates, repeats=1)

@@ -79,7 +79,7 @@ CASES = {
 }
 # One shape of arrays, one compilation; every other case takes seconds.
 QUICK = ("two, one", "small, thinned", "small, two of one", "two, one, deterministic")
-IN_GATE = ("thinned, three of two", "first child a hole", "shared prefixes")
+IN_GATE = ("first child a hole", "shared prefixes")
 NAMES = [
     name
     if name in QUICK
@@ -102,14 +102,8 @@ def holes_where_nothing_is_left(case, of_token):
     return of_token == 0
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    "name",
-    [
-        "thinned, three of two",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("thinned", "two of one")),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["thinned, three of two", "thinned", "two of one"])
 def test_levels_with_fewer_candidates_than_nodes(bench, name, monkeypatch):
     monkeypatch.setattr(enumeration, "is_left_out", holes_where_nothing_is_left)
     assert probs_error(bench, CASES[name]) < ROUNDING
