@@ -20,7 +20,7 @@ from jaxspec.errors import ModelError, SettingError
 KINDS = ("tokens", "sampling", "order", "efficiency", "numerics")
 OF_TOKENS = [name for name, fault in FAULTS.items() if fault.kind in KINDS]
 OF_LAW = [
-    pytest.param(name, marks=[pytest.mark.slow] * name.startswith(("draft_", "positions_")))
+    pytest.param(name, marks=[pytest.mark.slow] * name.startswith(("draft_", "position_")))
     for name, fault in FAULTS.items()
     if fault.kind == "distribution"
 ]
