@@ -21,6 +21,7 @@ def settings(models):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_run_with_tables_page_and_json(cli, models, prompts, tmp_path):
     page = tmp_path / "report.html"
     result = cli(

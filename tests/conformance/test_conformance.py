@@ -431,7 +431,7 @@ SELDOM = {
     "Oracle with cost": "slow",
     "DraftModel of a fixed shape": "slow",
     "DraftModel of a beam tree": "slow",
-    "Heads": "system",
+    "Heads": "slow",
     "Heads of a fixed shape": "slow",
     "FlexDraft in passes of its own": "slow",
 }

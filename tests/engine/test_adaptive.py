@@ -1066,6 +1066,7 @@ async def read(stream):
     return last.completion
 
 
+@pytest.mark.slow
 def test_single_requests_do_not_wait_for_rounds_to_be_measured(target, plain, measured):
     """They draft as many tokens as by default; a warm-up measures, and a session keeps its KV."""
     made, [params, *_] = of_nine_drafts(target), PARAMS

@@ -129,12 +129,8 @@ def test_a_parked_row_comes_back_with_its_codes_and_scales(setting):
     assert after.token_ids == alone.token_ids
 
 
-@pytest.mark.system
-@pytest.mark.parametrize(
-    "setting",
-    [*FEW[1:], *(pytest.param(x, marks=pytest.mark.slow) for x in (INT8_XLA, INT8_PALLAS))],
-    indirect=True,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("setting", [*FEW[1:], INT8_XLA, INT8_PALLAS], indirect=True)
 def test_the_model_keeps_the_contracts_of_decoding(setting):
     check_model(setting.target).assert_ok()
 

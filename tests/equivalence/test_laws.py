@@ -146,14 +146,9 @@ def engine_for(target, drafter, verifier):
     )
 
 
-# verifiers/test_laws_exactly.py has the others without an engine; heads, below, have a tree.
-IN_GATE = ("rejection",)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=() if name in IN_GATE else pytest.mark.slow) for name in VERIFIERS],
-)
+# In the gate verifiers/test_laws_exactly.py has these laws without an engine; heads, below, have a tree.
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VERIFIERS)
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
     if "trees" in name:
         table = np.random.default_rng(5).normal(scale=1.5, size=(SIZE, SIZE))
@@ -234,13 +229,8 @@ def test_the_settings_filter_something(plain):
 # Sabotage: the check has to see a filter in the wrong order, and noise used twice.
 
 
-@pytest.mark.parametrize(
-    "fault",
-    [
-        "temperature after the filters",
-        pytest.param("one key for all positions", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["temperature after the filters", "one key for all positions"])
 def test_a_broken_distribution_is_caught(monkeypatch, target, drafter, plain, fault):
     settings = [s for s in SETTINGS if s["temperature"] == 1.5 and "top_p" in s]
     if fault == "temperature after the filters":

@@ -223,6 +223,7 @@ def num_blocks_read(starts, monkeypatch):
     return len(read)
 
 
+@pytest.mark.slow
 def test_the_blocks_between_are_not_read(monkeypatch):
     """However far a row has come, and however far apart rows are."""
     assert num_blocks_read((100,), monkeypatch) == 1

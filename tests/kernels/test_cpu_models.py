@@ -251,6 +251,7 @@ def test_threads_that_decode_at_once_get_what_they_get_alone(pair):
         assert [x.token_ids for x in ours] == [x.token_ids for x in theirs]
 
 
+@pytest.mark.slow
 def test_a_model_that_the_kernels_cannot_run_is_handed_on_to_xla():
     half = toy.model(dtype=jnp.float16, kernels="native")
     done = Engine(half, NGram(), batch_size=1, max_length=256).generate(

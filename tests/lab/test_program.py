@@ -209,6 +209,7 @@ def test_whole_models(device):
 
 
 @needs("v5e")
+@pytest.mark.slow
 def test_a_round_on_a_tpu_copies_no_kv():
     with as_if_on("v5e"):
         found = compile_run("v5e", dataclasses.replace(SMALL, kernels="xla"))

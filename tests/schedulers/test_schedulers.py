@@ -93,9 +93,8 @@ def test_schedulers_agree_to_the_bit_and_need_the_rounds_they_should(
     assert [counts[name] for name in ("run", "admit", "prefill")] == [1] * 3
 
 
-@pytest.mark.parametrize(
-    "scheduler", [pytest.param(Continuous(), marks=pytest.mark.slow), Pool(5)], ids=str
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", [Continuous(), Pool(5)], ids=str)
 def test_a_draft_model_keeps_its_cache_when_rows_change_seats(setting, engine_of, scheduler):
     target, prompts, _, _ = setting
     engine = engine_for(target, jaxspec.DraftModel(target), scheduler, draft_length=3)

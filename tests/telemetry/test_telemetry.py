@@ -333,10 +333,8 @@ def test_deterministic_drafters_and_trees(target, plain, drafter):
         assert (rounds.draft_depth == rounds.drafted).all()
 
 
-@pytest.mark.parametrize(
-    "verifier",
-    [jaxspec.Coupled, pytest.param(jaxspec.Rejection, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("verifier", [jaxspec.Coupled, jaxspec.Rejection])
 def test_recording_changes_no_output(engines, verifier):
     prompts, recording = toy.prompts(LENGTHS), engines[verifier]
     silent = make_engine(

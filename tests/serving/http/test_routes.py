@@ -338,6 +338,7 @@ def test_sessions_that_are_being_made_count():
     assert first not in closed
 
 
+@pytest.mark.slow
 def test_an_engine_that_traces_tells_each_steps_acceptance():
     traced = engines.engine("text", "ngram", trace="rounds")
     done = traced.generate(["abab", "ba"], SamplingParams(max_tokens=30, ignore_eos=True))
