@@ -146,7 +146,7 @@ def engine_for(target, drafter, verifier):
     )
 
 
-# In the gate verifiers/test_laws_exactly.py has these laws without an engine; heads, below, have a tree.
+# In the gate verifiers/test_laws_exactly.py has these laws, without an engine.
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VERIFIERS)
 def test_first_two_tokens_follow_the_distribution(target, drafter, plain, name):
