@@ -185,6 +185,7 @@ def test_realignment_on_the_drawn_example():
     assert live(moved, [4, 6]) == live(cache, [4, 6])
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     first_slot=st.lists(st.integers(0, 100), min_size=3, max_size=3),

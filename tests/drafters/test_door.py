@@ -180,6 +180,7 @@ def test_a_resting_drafter_with_taps_never_lags_over_hundreds_of_plain_steps():
     assert int(state.num_committed[0]) == 40 + 600
 
 
+@pytest.mark.slow
 def test_the_targets_weights_are_counted_once_and_updated(target):
     alone, riding = Engine(target, **SMALL), Engine(target, door.Riding(target), **SMALL)
     assert riding.memory.weights_bytes == alone.memory.weights_bytes

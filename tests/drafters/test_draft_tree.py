@@ -229,7 +229,8 @@ def test_a_narrow_window_gets_a_chain_without_the_work_of_a_tree():
     np.testing.assert_array_equal(chain.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("tree", [BEAM, pytest.param(STATIC, marks=pytest.mark.system)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [BEAM, STATIC])
 def test_after_any_verdict_it_drafts_as_if_it_had_read_the_text(tree):
     """Whole paths and parts of them; the last node's KV may be missing, every other round row 3
     rests, and every third one is narrow. What has not been seen is NaN."""

@@ -95,7 +95,8 @@ def test_it_drafts_as_from_logits_over_all_tokens(verifier, settings):
     assert jaxspec.DraftModel(draft).for_target(target).excluded == IDS[-1:]
 
 
-@pytest.mark.parametrize("tree", [pytest.param(None, marks=pytest.mark.slow), TREE])
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", [None, TREE])
 def test_outputs_are_plain_ones(tree):
     """Of a draft model that agrees with its target on the tokens that it drafts."""
     target = toy.model(num_layers=1, is_tied=True)

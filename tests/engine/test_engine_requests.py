@@ -356,6 +356,7 @@ def test_other_weights_need_no_new_trace():
         Engine(new, batch_size=1, max_length=128).update_params(draft=draft.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kernels", sorted({"xla", default_kernels()}))
 def test_other_weights_of_tied_models_bring_their_own_head(kernels):
     made = [toy.model(seed=seed, is_tied=True, kernels=kernels, num_layers=1) for seed in range(4)]

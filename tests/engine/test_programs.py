@@ -188,6 +188,7 @@ def run_code(code=CODE, **streams):
     return subprocess.Popen(command, env=os.environ | {"COLUMNS": "60"}, **streams)
 
 
+@pytest.mark.slow
 def test_a_command_prints_the_first_long_compilations_into_a_log_file():
     done = run_code(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     out, err = done.communicate()

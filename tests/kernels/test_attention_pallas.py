@@ -400,6 +400,7 @@ def engine(model):
         return Engine(ours, NGram(), draft_length=3, batch_size=2, max_length=384)
 
 
+@pytest.mark.slow
 def test_a_model_with_the_kernel_decodes_the_same_or_parts_at_ties(model, engine):
     prompts = toy.prompts((3, 240, 20))
     ours = engine.generate(prompts, PARAMS)

@@ -394,6 +394,7 @@ def test_a_smaller_budget_gives_a_smaller_plan_and_the_smallest_works(uncompiled
     json.dumps(found.to_json())
 
 
+@pytest.mark.slow
 def test_a_plan_makes_its_engine():
     target = toy.model(num_layers=3)
     draft = jaxspec.random_model(DRAFT, dtype="float32", kernels="xla")

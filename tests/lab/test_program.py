@@ -61,7 +61,8 @@ def needs(device: str):
 
 
 @needs("h100")
-@pytest.mark.parametrize("kernels", ["mosaic", pytest.param("pallas", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kernels", ["mosaic", "pallas"])
 def test_a_round_on_an_h100(kernels):
     with as_if_on("h100"):
         found = compile_run("h100", dataclasses.replace(SMALL, kernels=kernels))

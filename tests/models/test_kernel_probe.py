@@ -112,6 +112,7 @@ def test_kernels_that_do_not_work_are_found(monkeypatch, sabotage, kv_dtype, say
     assert says in (problem(model(kv_dtype=kv_dtype), (ROUND,)) or "")
 
 
+@pytest.mark.slow
 def test_the_end_of_a_long_context_counts_as_much_as_a_short_one(monkeypatch):
     """Although an average over 2,559 slots is a fiftieth of a single value."""
     the_end_of_long_contexts_is_lost(monkeypatch)

@@ -536,6 +536,7 @@ def test_a_donated_state_is_refused(engine_of):
     engine.free(state, 0)
 
 
+@pytest.mark.slow
 def test_new_weights_and_what_is_left_of_the_old_ones(target, draft, requests, expected):
     engine = ServingEngine(target, draft, **SHAPE)
     state, prefilled = engine.init_decode_state(), engine.prefill(*requests[0])

@@ -351,6 +351,7 @@ def test_recording_changes_no_output(engines, verifier):
             assert unrecorded.trace is None
 
 
+@pytest.mark.slow
 def test_stop_tokens_cut_rounds_and_what_is_behind_was_not_judged(target, plain):
     prompts = toy.prompts(LENGTHS)[1:3]
     oracle = jaxspec.Oracle(toy.sequences(plain))
