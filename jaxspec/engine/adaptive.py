@@ -77,7 +77,7 @@ LITTLE_KNOWN = 64  # rounds of rows
 PRIOR_ACCEPTANCE, PRIOR_ROUNDS = 0.7, 8  # assumed before any evidence, and its weight in rounds
 FEW_CALLS, FEWEST_TIMED_ROUNDS = 4, 4  # calls of few rounds say little
 UNTIMED_CALLS = 16  # in a row; the next is timed, although the device has to be waited for
-RUNS_PER_CHOICE = 4  # where rounds start before the result of the last ones is known
+RUNS_PER_CHOICE = 4  # calls that follow one choice, where rounds start ahead of the host
 LOOK_AGAIN = 0.05  # of the time since the last trial: while no trial is affordable, when to look
 
 
@@ -489,7 +489,7 @@ class FixedDrafting:
     def after_rounds(
         self, tickets: Mapping[int, Ticket], state: DecodeState, *, answered_s: float
     ) -> None:
-        """Learns from the oldest rounds that it was not called for.
+        """Learns from rounds; it is called once for each call that ran rounds, in order.
 
         Args:
           tickets: by row, with what they had emitted after the rounds.

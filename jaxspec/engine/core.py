@@ -51,7 +51,7 @@ CHUNKS_PER_IDLE_ROW = 2
 # Chunks that a step may prefill while no row has begun to decode: 2,048 tokens, as in vLLM.
 CHUNKS_OF_A_BURST = 16
 LIVE = (Finish.RUNNING, Finish.PREFILLING)
-# Why the host ends rows that the device would go on with.
+# Finish reasons that the host decides; the device would go on with these rows.
 BY_HOST = (Finish.CANCELLED, Finish.TIMEOUT, Finish.STOP_STRING, Finish.TOKENIZER_ERROR)
 
 T = TypeVar("T")
@@ -103,8 +103,8 @@ class EngineCore:
         self._logprobs_mode = config.logprobs_mode
         self._arrivals = itertools.count()
         self._is_oldest_next = True  # or the prompt with the fewest tokens left; see _take_chunks
-        # What becomes of the rounds whose result was not read yet, the oldest first; None where
-        # rounds do not run ahead. No row gets another request while there are any.
+        # Calls of `executor.run` whose result has not been read, oldest first; None for a call that
+        # did not run in the background. No row gets another request while there are any.
         self._rounds: collections.deque[Started | None] = collections.deque()
         self._shared_steps = SharedSteps(lambda: self.step())
         self._step_timeout_s = config.step_timeout_s
@@ -214,7 +214,7 @@ class EngineCore:
         try:
             return call()
         except BaseException:
-            self._rounds.clear()  # a later result holds theirs
+            self._rounds.clear()  # the next result that is read includes theirs
             self.give_up_if_lost()
             raise
 
@@ -385,8 +385,8 @@ class EngineCore:
         self._collect()
 
     def _may_run_ahead(self) -> bool:
-        """Whether rounds may start before the result of the last ones is read: whatever it is,
-        nothing but rounds comes next. Rows end by themselves on the device."""
+        """Whether rounds may start before the result of the last ones is read: only if that result
+        cannot make anything but rounds come next. Rows end by themselves on the device."""
         return (
             self.executor.runs_ahead
             and bool(self._rounds)
@@ -594,7 +594,7 @@ class EngineCore:
                 self.kept.keep(tickets[row], state, row)
                 completion = self._completion(state, row, tickets[row], finish)
                 self.queue.finish(tickets[row], completion)
-            if self._rounds and len(ends) == len(tickets):  # nobody awaits these
+            if self._rounds and len(ends) == len(tickets):  # no request waits for these
                 self._collect()
 
     def _note_tokens(self, ticket: Ticket, num_emitted: int) -> None:
