@@ -136,7 +136,7 @@ def checksum(params: PyTree) -> int:
     """A number that distinguishes parameters, computed leaf by leaf in order."""
     total = 0
     for leaf in jax.tree.leaves(params):
-        total = zlib.crc32(np.ascontiguousarray(leaf).data, total)
+        total = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).data, total)
     return total
 
 

@@ -24,7 +24,9 @@ import tokenizers
 
 from jaxspec.checkpoint.format import weights_digest
 from jaxspec.errors import ModelError, SettingError
+from jaxspec.kernels.registry import default_kernels
 from jaxspec.models import decoder
+from jaxspec.models.base import LanguageModel, packed_model
 from jaxspec.models.config import ModelConfig, RopeConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import write_atomically
@@ -32,6 +34,7 @@ from jaxspec.training import checkpoints, data, export
 from jaxspec.training.lm_runs import TOKENIZER, Run, load_teacher, read_tokenizer
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
+from jaxspec.training.teacher_tops import teacher_tops
 from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
 from jaxspec.training.trainer import (
     NoOption,
@@ -46,6 +49,7 @@ from jaxspec.training.trainer import (
 )
 from jaxspec.types import PyTree
 
+_TOPS = "teacher.tops"  # in a run's directory
 _WEIGHT_DECAY = 0.1
 _LEAST = 1e-7  # probability of all tokens outside of a draft vocabulary
 
@@ -178,12 +182,21 @@ def train_lm(config: TrainConfig, *, on_step: OnStep | None = None) -> dict[str,
 # Losses
 
 
+class TopRows(NamedTuple):
+    """A teacher's likeliest next tokens after each token: their rows in the draft's embedding and
+    their log-probabilities, `[B, T, n]`; -inf for tokens that have no row of their own."""
+
+    rows: jax.Array
+    log_probs: jax.Array
+
+
 class LmBatch(NamedTuple):
-    """The rows of a step, and the teacher's last hidden states `[B, T, E]` for them, if there is
-    one."""
+    """The rows of a step. Of a teacher its last hidden states `[B, T, E]` for them; or, where it
+    wrote the text, its likeliest tokens."""
 
     rows: data.Batch
-    teacher_hidden: np.ndarray | None
+    teacher_hidden: np.ndarray | None = None
+    teacher_tops: TopRows | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,11 +213,15 @@ class LmLoss:
         """The loss, and the metrics `loss` and, with a teacher, `acceptance`."""
         model, rows = _over_rows(self.model, batch.rows)
         logits = decoder.training_logits(model, params, rows.inputs, rows.segments)
+        if batch.teacher_tops is not None:
+            loss, acceptance = top_distillation_loss(logits, batch.teacher_tops, rows.weights)
+            return loss, {"loss": loss, "acceptance": acceptance}
         if self.teacher is None:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
-        theirs = decoder.head(self.teacher, frozen, jnp.asarray(batch.teacher_hidden))
+        hidden = jnp.asarray(batch.teacher_hidden, frozen["embedding"].dtype)
+        theirs = decoder.head(self.teacher, frozen, hidden)
         ids = self.model.draft_vocabulary
         loss, acceptance = distillation_loss(logits, theirs, rows.weights, ids)
         return loss, {"loss": loss, "acceptance": acceptance}
@@ -232,6 +249,20 @@ def distillation_loss(
     shared = jnp.minimum(p, jnp.exp(log_q))[..., : len(ids) or None]
     acceptance = weighted_mean(jnp.sum(shared, axis=-1), weights)
     return (divergence + 1 - acceptance) / 2, acceptance
+
+
+def top_distillation_loss(
+    logits: jax.Array, tops: TopRows, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """`distillation_loss` for a teacher of whose distribution the likeliest tokens are known: both
+    distributions are over these and all other tokens together, and only these are accepted."""
+    log_q = jnp.take_along_axis(jax.nn.log_softmax(logits), tops.rows, axis=-1)
+    p, q = jnp.exp(tops.log_probs), jnp.where(jnp.isfinite(tops.log_probs), jnp.exp(log_q), 0.0)
+    other_p, other_q = (jnp.maximum(1 - jnp.sum(x, axis=-1), _LEAST) for x in (p, q))
+    ratios = jnp.where(p > 0, tops.log_probs - log_q, 0.0)
+    divergence = jnp.sum(p * ratios, axis=-1) + other_p * (jnp.log(other_p) - jnp.log(other_q))
+    acceptance = weighted_mean(jnp.sum(jnp.minimum(p, q), axis=-1), weights)
+    return (weighted_mean(divergence, weights) + 1 - acceptance) / 2, acceptance
 
 
 def held_out_loss(
@@ -328,9 +359,12 @@ class LmTask(Task):
                 f"The teacher {settings.teacher} is itself a draft model of "
                 f"{len(teacher.config.draft_vocabulary)} tokens; name the model that it drafts for."
             )
+        self._tops = None
         if settings.corpora.is_file():
             self._domains = [data.Domain(name="texts", source=settings.corpora.name)]
-            self._tokenizer, self._streams, self._held_out = _read_written(settings, teacher)
+            teacher, texts, self._held_out = _read_written(settings, teacher)
+            self._tokenizer, self._streams = teacher.tokenizer, [np.concatenate(texts)]
+            self._tops = _teacher_tops(settings, teacher, texts)
         else:
             self._domains = [data.Domain.parse(text) for text in settings.domains]
             self._domains = self._domains or data.discover_domains(settings.corpora)
@@ -348,7 +382,7 @@ class LmTask(Task):
             self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
         self._teacher = teacher
         self.loss = LmLoss(self._model, None if teacher is None else teacher.config)
-        self.frozen = () if teacher is None else teacher.params
+        self.frozen = () if teacher is None or self._tops is not None else teacher.params
         self.optimizer = make_optimizer(weight_decay=_WEIGHT_DECAY)
         self.about = {"model": self._model.to_json()}
         self.fingerprint = settings.decisive() | {
@@ -385,11 +419,14 @@ class LmTask(Task):
     def batch(self, index: int, end: Branch | None) -> LmBatch:
         """The rows of a step, which are long in the last steps before an end."""
         first_long = math.inf if end is None else end.num_steps - self.settings.num_long_steps(end)
-        if index < first_long:
-            hidden = None if self._teacher is None else self._states(index)
-            return LmBatch(self._rows(self._plan, index), hidden)
-        rows = self._rows(self._long_plan, int(index - first_long))
-        return LmBatch(rows, None if self._teacher is None else self._hidden_of(rows))
+        is_short = index < first_long
+        plan, step = (self._plan, index) if is_short else (self._long_plan, int(index - first_long))
+        rows = self._rows(plan, step)
+        if self._tops is not None:
+            return LmBatch(rows, teacher_tops=self._top_rows(data.cut(plan, [self._tops], step)))
+        if self._teacher is None:
+            return LmBatch(rows)
+        return LmBatch(rows, self._states(index) if is_short else self._hidden_of(rows))
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
         """The held-out losses."""
@@ -442,6 +479,14 @@ class LmTask(Task):
     def _rows(self, plan: data.Plan, index: int) -> data.Batch:
         return data.pack(data.cut(plan, self._streams, index), self._end_of_text)
 
+    def _top_rows(self, tops: np.ndarray) -> TopRows:
+        """`RECORD`s `[B, T + 1]` of a step, of which the last of a row is not needed."""
+        rows, log_probs = tops["tokens"][:, :-1], tops["log_probs"][:, :-1].astype(np.float32)
+        if ids := self._model.draft_vocabulary:
+            rows = np.take(self._model.rows_of_tokens(), rows)
+            log_probs = np.where(rows < len(ids), log_probs, -np.inf)
+        return TopRows(jnp.asarray(rows), jnp.asarray(log_probs))
+
     def _hidden(self, index: int) -> np.ndarray:
         """The teacher's last hidden states `[B, T, E]` of a step's short rows."""
         return self._hidden_of(self._rows(self._plan, index))
@@ -489,9 +534,9 @@ def _prepare(
 
 def _read_written(
     settings: TrainConfig, teacher: Run | None
-) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
-    """What `_prepare` returns, from a file of texts that the teacher wrote. All their tokens are
-    trained on, and those that the teacher wrote are measured."""
+) -> tuple[Run, list[np.ndarray], list[np.ndarray]]:
+    """The teacher, the texts that it wrote and that are trained on, and the held-out stream, in
+    which only what the teacher wrote is measured."""
     path = settings.corpora
     if teacher is None or settings.domains or settings.exclude:
         given = "without the teacher that wrote them" if teacher is None else "with domains"
@@ -505,12 +550,25 @@ def _read_written(
     settings.out.mkdir(parents=True, exist_ok=True)
     end = data.end_of_text_id(teacher.tokenizer)
 
-    def stream(some: Sequence[Text], mark: int) -> np.ndarray:
-        """The texts one after another, with an end-of-text token after each; `mark` is added to the
-        prompts' ids."""
-        whole = ([*(token + mark for token in text.prompt), *text.output] for text in some)
-        ended = (ids if ids[-1] == end else [*ids, end] for ids in whole)
-        return np.fromiter(itertools.chain.from_iterable(ended), np.uint32)
+    def ended(text: Text, mark: int) -> np.ndarray:
+        """Its tokens, with an end-of-text token at the end; `mark` is added to the prompt's."""
+        ids = [*(token + mark for token in text.prompt), *text.output]
+        return np.array(ids if ids[-1] == end else [*ids, end], np.uint32)
 
     training, held_out = held_out_part(texts.texts, path)
-    return teacher.tokenizer, [stream(training, 0)], [stream(held_out, int(data.GIVEN))]
+    return (
+        teacher,
+        [ended(text, 0) for text in training],
+        [np.concatenate([ended(text, int(data.GIVEN)) for text in held_out])],
+    )
+
+
+def _teacher_tops(settings: TrainConfig, teacher: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+    """The teacher's likeliest tokens after each token of the texts, in a file of the run."""
+    model = LanguageModel(
+        name=str(settings.teacher),
+        config=teacher.config,
+        params=teacher.params,
+        kernels=default_kernels(),
+    )
+    return teacher_tops(settings.out / _TOPS, packed_model(model), texts)

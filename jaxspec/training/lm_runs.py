@@ -34,7 +34,7 @@ class Run:
 
     Attributes:
       config: architecture.
-      params: fp32.
+      params: fp32; those of a teacher that is no run, in the dtype that `load_model` gives it.
       tokenizer: its tokenizer.
     """
 
@@ -69,7 +69,7 @@ def load_teacher(name: str) -> Run:
     directory = pathlib.Path(name)
     if checkpoints.latest_step(directory) is not None or is_file(directory / OLD_CHECKPOINT):
         return load_run(directory)
-    model = load_model(name, dtype="float32")
+    model = load_model(name)
     if model.tokenizer is None:
         raise ModelError(
             f"The teacher {name} has no tokenizer, and a draft is trained on its tokens; name a "

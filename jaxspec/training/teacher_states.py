@@ -52,7 +52,7 @@ class HiddenStates:
     ):
         self._path, self._shape, self._compute = path, shape, compute
         about, origin = path.with_suffix(".json"), {"shape": list(shape), **origin}
-        _check_origin(about, path, origin, whose="another teacher or of other rows")
+        check_origin(about, path, origin, whose="another teacher or of other rows")
         self._step_bytes = 4 * int(np.prod(shape))
         self._num_known = path.stat().st_size // self._step_bytes if path.exists() else 0
 
@@ -96,7 +96,7 @@ class TextStates:
         self._data, self._index = directory / "states.bf16", directory / "index.txt"
         self._width, self._compute = width, compute
         origin = {"width": width, "target_weights": target_weights}
-        _check_origin(directory / "about.json", self._data, origin, whose="another target")
+        check_origin(directory / "about.json", self._data, origin, whose="another target")
         self._starts: dict[str, int] = {}
         self._num_tokens = 0
         if self._index.is_file():
@@ -150,25 +150,25 @@ def _texts_of(batch: TextBatch) -> Iterator[tuple[str, int, slice]]:
             yield xxhash.xxh3_128_hexdigest(tokens[row, part].tobytes()), row, part
 
 
-def _check_origin(
-    about: pathlib.Path, data: pathlib.Path, origin: Mapping[str, Any], *, whose: str
+def check_origin(
+    about: pathlib.Path,
+    data: pathlib.Path,
+    origin: Mapping[str, Any],
+    *,
+    whose: str,
+    what: str = "the hidden states",
 ) -> None:
-    """Writes to `about` what the states in `data` depend on.
+    """Writes to `about` what the contents of `data` depend on.
 
     Raises:
-      CheckpointError: they are those of others, or `data` was not written as states.
+      CheckpointError: they are those of others, or nothing says whose they are.
     """
     expected = json.loads(json.dumps(origin))
-    if about.is_file():
-        if json_object(about.read_bytes()) != expected:
-            raise CheckpointError(
-                f"{data} holds the hidden states of {whose}; remove it, or name another place."
-            )
-        return
-    if data.exists():
+    if data.exists() and not about.is_file():
         raise CheckpointError(
-            f"{data} exists, and no {about.name} that says whose hidden states it holds; name "
-            "another place."
+            f"{data} exists, and no {about.name} that says what it holds; name another place."
         )
+    if data.exists() and json_object(about.read_bytes()) != expected:
+        raise CheckpointError(f"{data} holds {what} of {whose}; remove it, or name another place.")
     about.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(about, json.dumps(expected).encode())

@@ -184,7 +184,7 @@ def test_states_of_others_are_refused_and_kept(tmp_path, target, texts):
     with pytest.raises(CheckpointError, match="hidden states of another target; remove it"):
         train(other)
     about.unlink()
-    with pytest.raises(CheckpointError, match=r"and no about.json that says whose"):
+    with pytest.raises(CheckpointError, match=r"and no about.json that says what"):
         train(other)
     assert data.read_bytes() == kept
     with pytest.raises(SettingError, match="Nothing can be written into"):
