@@ -192,10 +192,7 @@ def product(
       residual: `[..., out...]` to be added, or None.
       dtype: that of the result; None is that of x.
     """
-    if norm is not None:
-        x = rms_norm(x, norm, epsilon)
-    if is_gated:
-        x = jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+    x = product_input(x, norm=norm, epsilon=epsilon, is_gated=is_gated)
     matrix = weight.data if isinstance(weight, PackedWeight) else weight
     made = jnp.tensordot(
         x, matrix, axes=1, precision=precision_of(x.dtype), preferred_element_type=dtype
@@ -203,6 +200,17 @@ def product(
     if isinstance(weight, PackedWeight):
         made = made.reshape(*x.shape[:-1], *weight.output_shape)
     return made if residual is None else residual + made
+
+
+def product_input(
+    x: jax.Array, *, norm: jax.Array | None, epsilon: float, is_gated: bool
+) -> jax.Array:
+    """f(x) of `product`."""
+    if norm is not None:
+        x = rms_norm(x, norm, epsilon)
+    if is_gated:
+        x = jax.nn.silu(x[..., 0, :]) * x[..., 1, :]
+    return x
 
 
 def rotate(x: jax.Array, angles: Angles, *, is_interleaved: bool) -> jax.Array:

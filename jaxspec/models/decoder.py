@@ -28,10 +28,10 @@ from jaxspec.kernels.base import (
     TiedEmbedding,
     attention_inputs,
     columns,
-    product,
     read_only_there,
     unpacked,
 )
+from jaxspec.kernels.training import TRAINING, training_product
 from jaxspec.kernels.xla import causal_attention
 from jaxspec.models import layers
 from jaxspec.models.config import ModelConfig
@@ -474,7 +474,7 @@ def training_logits(
     params = unpacked(params)
     hidden = embed(params, rows_of(config, tokens))
     hidden = training_layers(config, params, hidden, segments)
-    return head(config, params, hidden)
+    return head(config, params, hidden, kernels=TRAINING)
 
 
 def training_features(
@@ -523,15 +523,6 @@ def training_layers(
             return causal_attention(*inputs, segments, sliding_window=sliding_window)
 
         hidden = layers.decoder_layer(
-            config, layer, hidden, attend, _wide_product, has_feed_forward=has_feed_forward
+            config, layer, hidden, attend, training_product, has_feed_forward=has_feed_forward
         )
     return hidden
-
-
-def _wide_product(
-    x: jax.Array, weight: jax.Array, *, residual: jax.Array | None = None, **options: Any
-) -> jax.Array:
-    """`product` with an fp32 result that is then rounded to x's dtype: XLA:CPU computes bfloat16
-    products five times as fast so where the processor has units for them."""
-    made = product(x, weight, dtype=jnp.float32, **options).astype(x.dtype)
-    return made if residual is None else residual + made

@@ -20,7 +20,8 @@ from flax import struct
 
 from jaxspec.drafters.flexdraft.config import FlexConfig
 from jaxspec.drafters.flexdraft.formulas import calibration
-from jaxspec.kernels.base import attention_inputs, precision_of, product
+from jaxspec.kernels.base import attention_inputs, precision_of
+from jaxspec.kernels.training import training_product
 from jaxspec.models import decoder, layers
 from jaxspec.training.teacher_forcing import target_parts
 from jaxspec.training.text_rows import TextBatch
@@ -105,7 +106,7 @@ def clean_keys_values(
     for index, layer_index in enumerate(deep):
         layer = target_params["layers"][layer_index]
         norm = {"norm": layer["attention_norm"], "epsilon": target.norm_epsilon}
-        qkv = product(hidden[:, :, index], layer["qkv"], **norm)
+        qkv = training_product(hidden[:, :, index], layer["qkv"], **norm)
         _, keys, values = attention_inputs(qkv, angles, **layers.attention_settings(target, layer))
         made.append((keys, values))
     return made
@@ -142,7 +143,7 @@ def run_mask_rows(
             sliding_window = target.sliding_window(layer_index)
             return _attend(*inputs, *clean[index], batch, block, sliding_window)
 
-        hidden = layers.decoder_layer(target, layer, hidden, attend)
+        hidden = layers.decoder_layer(target, layer, hidden, attend, training_product)
     return hidden.reshape(num_rows, num_blocks, block, target.width)
 
 
@@ -163,7 +164,7 @@ def score_blocks(
         normed = parts.final_norm(hidden)
         logits = parts.head(normed)
         bonus = decoder.embed(target_params, tokens[:, 0])
-        added = calibration(params["calibrator"], bonus, normed[:, 1:])
+        added = calibration(params["calibrator"], bonus, normed[:, 1:], training_product)
         calibrated = _score(logits[:, 1:] + added, tokens[:, 1:])
         return *_score(logits, tokens), *(jnp.pad(x, ((0, 0), (1, 0))) for x in calibrated)
 

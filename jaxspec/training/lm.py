@@ -202,16 +202,18 @@ class LmBatch(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class LmLoss:
     """The loss of a batch: cross entropy of the labels, or distance to the teacher, whose
-    parameters are `frozen`."""
+    parameters are `frozen`; computed in `dtype`, the teacher's."""
 
     model: ModelConfig
     teacher: ModelConfig | None
+    dtype: str = "float32"
 
     def __call__(
         self, params: PyTree, frozen: PyTree, batch: LmBatch
     ) -> tuple[jax.Array, dict[str, jax.Array]]:
         """The loss, and the metrics `loss` and, with a teacher, `acceptance`."""
         model, rows = _over_rows(self.model, batch.rows)
+        params = jax.tree.map(lambda leaf: leaf.astype(self.dtype), params)
         logits = decoder.training_logits(model, params, rows.inputs, rows.segments)
         if batch.teacher_tops is not None:
             loss, acceptance = top_distillation_loss(logits, batch.teacher_tops, rows.weights)
@@ -220,7 +222,7 @@ class LmLoss:
             losses = optax.softmax_cross_entropy_with_integer_labels(logits, rows.labels)
             loss = weighted_mean(losses, rows.weights)
             return loss, {"loss": loss}
-        hidden = jnp.asarray(batch.teacher_hidden, frozen["embedding"].dtype)
+        hidden = jnp.asarray(batch.teacher_hidden, self.dtype)
         theirs = decoder.head(self.teacher, frozen, hidden)
         ids = self.model.draft_vocabulary
         loss, acceptance = distillation_loss(logits, theirs, rows.weights, ids)
@@ -381,7 +383,10 @@ class LmTask(Task):
             ids = data.most_frequent(self._streams, size, settings.draft_vocab_size)
             self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
         self._teacher = teacher
-        self.loss = LmLoss(self._model, None if teacher is None else teacher.config)
+        self.loss = LmLoss(self._model, None)
+        if teacher is not None:
+            dtype = jnp.dtype(teacher.params["embedding"].dtype).name
+            self.loss = LmLoss(self._model, teacher.config, dtype)
         self.frozen = () if teacher is None or self._tops is not None else teacher.params
         self.optimizer = make_optimizer(weight_decay=_WEIGHT_DECAY)
         self.about = {"model": self._model.to_json()}

@@ -21,7 +21,8 @@ from jaxspec.drafters.heads.formulas import (
     apply_head,
     run_training_block,
 )
-from jaxspec.kernels.base import product, rms_norm
+from jaxspec.kernels.base import rms_norm
+from jaxspec.kernels.training import TRAINING, training_product
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.training.text_rows import TextBatch, shifted
@@ -56,14 +57,15 @@ def target_parts(
 ) -> TargetParts:
     """The parts of a target, with unpacked parameters, that heads use; its head gives logits of the
     tokens of a `token_map` only."""
-    head = functools.partial(decoder.head, config, params, is_normed=True)
+    head = functools.partial(decoder.head, config, params, is_normed=True, kernels=TRAINING)
     if token_map is not None:
         columns = decoder.head_rows(params, token_map).T
-        head = functools.partial(product, weight=columns, dtype=jnp.float32)
+        head = functools.partial(training_product, weight=columns, dtype=jnp.float32)
     return TargetParts(
         final_norm=lambda hidden: rms_norm(hidden, params["final_norm"], config.norm_epsilon),
         head=head,
         head_rows=functools.partial(decoder.head_rows, params),
+        product=training_product,
     )
 
 

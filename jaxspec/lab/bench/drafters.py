@@ -42,7 +42,6 @@ from jaxspec.models import decoder
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
 from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
-from jaxspec.requests.requests import Prompt
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.report import Columns, TextTable
@@ -56,7 +55,8 @@ from jaxspec.verifiers import Verifier, make_verifier
 
 Part: TypeAlias = Literal["accuracy", "acceptance", "costs", "speeds"]
 DEMO_DRAFTERS = ("draft_model:demo-draft", "ngram", "flexdraft:demo-flexdraft")
-MAX_LENGTH = 512
+MAX_LENGTH = 512  # more if prompts are longer
+MAX_DRAFT = 64  # tokens
 STAGES = ("draft", "target", "verify", "commit", "round")
 NUM_RANKS = 8  # likeliest tokens that static trees choose from, and most levels of these trees
 NUM_HEADS = 4  # of untrained heads
@@ -133,6 +133,8 @@ class DraftersBench(Bench):
     """Held-out texts that the target wrote (`jaxspec train texts --split held-out`)."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
+    chat: bool = False
+    """Take each text prompt as a user's message, and apply the chat template."""
     draft_length: int | None = None
     """Tokens drafted per round (for a tree: nodes); default the number of nodes of each drafter's
     tree, or 4."""
@@ -163,7 +165,7 @@ class DraftersBench(Bench):
         lines, files = load_prompts(self.prompts)
         texts = None if self.texts is None else read_texts(self.texts)
         target = load_model(self.target)
-        prompts = [line.prompt for line in lines]
+        prompts = encode_prompts(lines, target, is_chat=self.chat)
         drafters = {
             label: self._drafter(name, target, prompts) for label, name in self._names().items()
         }
@@ -171,9 +173,9 @@ class DraftersBench(Bench):
         if "accuracy" in self.parts and texts is not None:
             found["accuracy"] = self._accuracy(target, drafters, texts)
         if "acceptance" in self.parts:
-            found["acceptance"], found["holds"] = self._acceptance(target, drafters, lines)
+            found["acceptance"], found["holds"] = self._acceptance(target, drafters, lines, prompts)
         if "costs" in self.parts:
-            found["costs"] = self._costs(target, drafters, encode_prompts(lines, target))
+            found["costs"] = self._costs(target, drafters, prompts)
         if "speeds" in self.parts:
             found["speeds"], holds = self._speeds(target, drafters, prompts)
             found["holds"] &= holds
@@ -239,7 +241,9 @@ class DraftersBench(Bench):
             names[label] = name
         return names
 
-    def _drafter(self, name: str, target: LanguageModel, prompts: Sequence[Prompt]) -> Drafter:
+    def _drafter(
+        self, name: str, target: LanguageModel, prompts: Sequence[Sequence[int]]
+    ) -> Drafter:
         if match := UNTRAINED.fullmatch(name):
             kind, tree = cast(tuple[Any, Any], match.groups())
             config = heads_config(kind, target.config, num_heads=NUM_HEADS)
@@ -249,7 +253,9 @@ class DraftersBench(Bench):
         if match := STATIC.fullmatch(name):
             num_nodes, draft = int(match[1]), load_model(match[2])
             greedy = SamplingParams(max_tokens=self.max_tokens, ignore_eos=True)
-            plain = Engine(target, batch_size=8, max_length=MAX_LENGTH).generate(prompts, greedy)
+            plain = Engine(target, batch_size=8, max_length=self._max_length(prompts)).generate(
+                prompts, greedy
+            )
             ranks = np.concatenate(draft_ranks(draft, plain))
             by_rank = [float(np.mean(ranks == rank)) for rank in range(NUM_RANKS)]
             tree = best_static_tree(np.tile(by_rank, (NUM_RANKS, 1)), num_nodes)
@@ -262,12 +268,23 @@ class DraftersBench(Bench):
     def _rule(self) -> Verifier:
         return make_verifier(self.verifier)
 
-    def _engine(self, target: LanguageModel, drafter: Drafter, **settings: Any) -> Engine:
-        settings = {"draft_length": self.draft_length, "max_length": MAX_LENGTH} | settings
+    def _max_length(self, prompts: Sequence[Sequence[int]]) -> int:
+        """Room for the longest prompt, its output and a draft."""
+        return max(MAX_LENGTH, max(map(len, prompts)) + self.max_tokens + MAX_DRAFT)
+
+    def _engine(
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        prompts: Sequence[Sequence[int]],
+        **settings: Any,
+    ) -> Engine:
+        length = self._max_length(prompts)
+        settings = {"draft_length": self.draft_length, "max_length": length} | settings
         return Engine(target, drafter, verifier=self._rule, **settings)
 
     def _run(
-        self, engines: Mapping[str, Engine], prompts: Sequence[Prompt], *, repeats: int
+        self, engines: Mapping[str, Engine], prompts: Sequence[Sequence[int]], *, repeats: int
     ) -> tuple[tuple[Candidate, ...], bool]:
         """The engines' runs, and whether all outputs are plain decoding's. Those of verifiers that
         keep only the target's distribution are other draws, so they are not compared."""
@@ -309,14 +326,17 @@ class DraftersBench(Bench):
         target: LanguageModel,
         drafters: Mapping[str, Drafter],
         lines: Sequence[PromptLine],
+        prompts: Sequence[Sequence[int]],
     ) -> tuple[list[dict[str, Any]], bool]:
         """Tokens per round, and whether all outputs are plain decoding's."""
         engines = {
-            label: self._engine(target, drafter, batch_size=8)
+            label: self._engine(target, drafter, prompts, batch_size=8)
             for label, drafter in drafters.items()
         }
-        found, holds = self._run(engines, [line.prompt for line in lines], repeats=0)
-        domains = [str(line.fields.get("domain", "all")) for line in lines]
+        found, holds = self._run(engines, prompts, repeats=0)
+        domains = [
+            str(line.fields.get("domain", line.fields.get("category", "all"))) for line in lines
+        ]
         results = [
             {
                 "drafter": own.label,
@@ -377,7 +397,7 @@ class DraftersBench(Bench):
         prompts: Sequence[Sequence[int]],
     ) -> tuple[dict[str, Repeated], int]:
         """The stages of a round on rows in mid-decode, and how many levels it drafts."""
-        engine = self._engine(target, drafter, batch_size=batch_size, scheduler=Static())
+        engine = self._engine(target, drafter, prompts, batch_size=batch_size, scheduler=Static())
         executor = engine.executor
         fill_mid_decode(
             executor,
@@ -397,18 +417,20 @@ class DraftersBench(Bench):
         self,
         target: LanguageModel,
         drafters: Mapping[str, Drafter],
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Sequence[int]],
     ) -> tuple[list[dict[str, Any]], bool]:
         """Tokens per second of plain decoding and of every drafter, with its draft length and with
         an automatic one, in alternation."""
         results, all_hold = [], True
         for batch_size in self.batch_sizes:
-            engines = {"plain": Engine(target, batch_size=batch_size, max_length=MAX_LENGTH)}
+            length = self._max_length(prompts)
+            engines = {"plain": Engine(target, batch_size=batch_size, max_length=length)}
             for label, one in drafters.items():
-                fixed = engines[label] = self._engine(target, one, batch_size=batch_size)
+                fixed = engines[label] = self._engine(target, one, prompts, batch_size=batch_size)
                 engines[f"{label}, auto"] = self._engine(
                     target,
                     one,
+                    prompts,
                     batch_size=batch_size,
                     draft_length="auto",
                     verify_length=fixed.shape.verify_length,

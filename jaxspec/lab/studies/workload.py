@@ -57,6 +57,8 @@ class WorkloadOptions(PairBench):
     """Prompt file, such as Spec-Bench's question.jsonl; default the sample prompts."""
     limit: int | None = None
     """Use only this many prompts, from the beginning of the file."""
+    chat: bool = False
+    """Take each text prompt as a user's message, and apply the chat template."""
     max_prompt_tokens: NoOption[int] = 1024
     """Cut longer prompts after this many tokens."""
     max_tokens: int = 128
@@ -131,7 +133,12 @@ class Workload:
             self.prompts = self.in_file_order = self._random_prompts(len(lines))
         else:
             self.in_file_order, self.prompts = (
-                encode_prompts(each, self.target, max_prompt_tokens=options.max_prompt_tokens)
+                encode_prompts(
+                    each,
+                    self.target,
+                    max_prompt_tokens=options.max_prompt_tokens,
+                    is_chat=options.chat,
+                )
                 for each in (lines, _in_turn(lines))
             )
 
