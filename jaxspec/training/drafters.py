@@ -37,8 +37,8 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
       texts: the file that `jaxspec train texts` had this target write.
       held_out: a file of texts written with `--split held-out`, to measure on; without it, every
         twentieth of `texts` is held out.
-      dtype: the dtype in which target and drafter are computed; parameters and optimizer are
-        float32.
+      dtype: the dtype in which target and drafter are computed; None is the target's own.
+        Parameters and optimizer are float32.
     """
 
     FREE: ClassVar[tuple[str, ...]] = (*TrainSettings.FREE, "target", "texts", "held_out")
@@ -46,7 +46,7 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
     target: str
     texts: pathlib.Path
     held_out: pathlib.Path | None = None
-    dtype: NoOption[Literal["float32", "bfloat16"]] = "float32"
+    dtype: NoOption[Literal["float32", "bfloat16"] | None] = None
 
     @abc.abstractmethod
     def drafter_config(self, target: ModelConfig) -> Any:
@@ -81,7 +81,7 @@ class DrafterTask(Task):
 
     def __init__(self, settings: DrafterTrainConfig):
         super().__init__(settings)
-        self.target = load_model(settings.target, dtype=settings.dtype, kernels="xla")
+        self.target = load_model(settings.target, dtype=settings.dtype)
         self.frozen = self.target.params
         self.config = settings.drafter_config(self.target.config)
         digest = weights_digest(self.frozen)
@@ -91,6 +91,7 @@ class DrafterTask(Task):
         self.about = {self.PRODUCT: dataclasses.asdict(self.config)}
         written = json.dumps([[text.prompt, text.output] for text in self.split.training]).encode()
         self.fingerprint = settings.decisive() | {
+            "dtype": self.target.dtype.name,
             "drafter": json.loads(json.dumps(dataclasses.asdict(self.config))),
             "target_weights": digest,
             "texts": xxhash.xxh3_128(written).hexdigest(),

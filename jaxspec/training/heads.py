@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import itertools
 import pathlib
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,8 @@ from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
+from jaxspec.models.base import packed_model
 from jaxspec.models.config import ModelConfig
-from jaxspec.runtime.compilation import Program
 from jaxspec.runtime.directories import check_can_write_into
 from jaxspec.runtime.locks import only_writer
 from jaxspec.training.data import most_frequent
@@ -40,6 +39,7 @@ from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, 
 from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
 from jaxspec.training.teacher_states import TextStates
+from jaxspec.training.text_passes import TextPasses
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
 from jaxspec.training.trainer import (
@@ -273,7 +273,12 @@ class HeadsTask(DrafterTask):
                 settings.target_states,
                 width=self.config.width,
                 target_weights=self.fingerprint["target_weights"],
-                compute=functools.partial(_LAST_FEATURES, self.target.config, self.frozen),
+                compute=TextPasses(
+                    packed_model(self.target),
+                    lambda params, hidden, window: hidden,
+                    longest=settings.sequence_length,
+                    name="the target's hidden states",
+                ),
             )
         self.fingerprint["target_states"] = None if self._states is None else "bfloat16"
 
@@ -330,10 +335,3 @@ class HeadsTask(DrafterTask):
 
 def _as_fp32(leaf: jax.Array) -> jax.Array:
     return jnp.asarray(leaf, jnp.float32)
-
-
-_LAST_FEATURES = Program(
-    functools.partial(jax.jit, static_argnums=0)(last_features),
-    "the target's hidden states",
-    shapes_vary=True,
-)

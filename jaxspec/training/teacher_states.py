@@ -11,10 +11,9 @@ from __future__ import annotations
 
 import json
 import pathlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import jax
 import ml_dtypes
 import numpy as np
 import xxhash
@@ -79,7 +78,7 @@ class TextStates:
       directory: of the files, which one process at a time may use.
       width: E.
       target_weights: the `weights_digest` of the target.
-      compute: computes the states `[B, T, E]` of a batch.
+      compute: computes the states `[T, E]` of texts, given by their tokens, in order.
 
     Raises:
       CheckpointError: the directory holds the states of another target, or other files.
@@ -91,7 +90,7 @@ class TextStates:
         *,
         width: int,
         target_weights: str,
-        compute: Callable[[TextBatch], jax.Array],
+        compute: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]],
     ):
         self._data, self._index = directory / "states.bf16", directory / "index.txt"
         self._width, self._compute = width, compute
@@ -109,9 +108,11 @@ class TextStates:
 
     def __call__(self, batch: TextBatch) -> np.ndarray:
         """bfloat16 states `[B, T, E]` of a batch; zeros in padding."""
-        texts = list(_texts_of(batch))
-        if any(digest not in self._starts for digest, *_ in texts):
-            self._add(texts, np.asarray(self._compute(batch)).astype(ml_dtypes.bfloat16))
+        texts, tokens = list(_texts_of(batch)), np.asarray(batch.tokens)
+        if unknown := {
+            digest: tokens[row, part] for digest, row, part in texts if digest not in self._starts
+        }:
+            self._add(list(unknown), self._compute(list(unknown.values())))
         stored = np.memmap(
             self._data, ml_dtypes.bfloat16, "r", shape=(self._num_tokens, self._width)
         )
@@ -121,17 +122,16 @@ class TextStates:
             found[row, part] = stored[start : start + part.stop - part.start]
         return found
 
-    def _add(self, texts: Sequence[tuple[str, int, slice]], states: np.ndarray) -> None:
+    def _add(self, digests: Sequence[str], computed: Iterable[np.ndarray]) -> None:
         """Appends the states of texts that are not known."""
         self._data.touch()
         with self._data.open("r+b") as data, self._index.open("a") as index:
             data.seek(2 * self._width * self._num_tokens)
             added = []
-            for digest, row, part in texts:
-                if digest not in self._starts:
-                    data.write(states[row, part].tobytes())
-                    self._note(digest, part.stop - part.start)
-                    added.append(f"{digest} {part.stop - part.start}\n")
+            for digest, states in zip(digests, computed, strict=True):
+                data.write(states.astype(ml_dtypes.bfloat16).tobytes())
+                self._note(digest, len(states))
+                added.append(f"{digest} {len(states)}\n")
             data.flush()
             index.writelines(added)
 

@@ -12,7 +12,7 @@ from jaxspec.errors import CheckpointError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.models import load_packed
 from jaxspec.models import decoder
-from jaxspec.training import lm, teacher_tops
+from jaxspec.training import lm, teacher_tops, text_passes
 from jaxspec.training.lm import TopRows
 from jaxspec.training.teacher_tops import NUM_TOPS
 
@@ -31,7 +31,7 @@ def texts(teacher):
 
 
 def test_they_are_the_likeliest_tokens_in_their_own_text(tmp_path, teacher, texts, monkeypatch):
-    monkeypatch.setattr(teacher_tops, "_NUM_CHUNKS", 3)  # some texts do not fit into one call
+    monkeypatch.setattr(text_passes, "_NUM_CHUNKS", 3)  # some texts do not fit into one call
     found = teacher_tops.teacher_tops(tmp_path / "tops", teacher, texts)
     assert len(found) == sum(map(len, texts))
     start = 0
@@ -60,7 +60,7 @@ def test_an_interrupted_file_is_continued(tmp_path, teacher, texts, monkeypatch)
     def computed(*_):
         raise AssertionError
 
-    monkeypatch.setattr(teacher_tops, "_score", computed)
+    monkeypatch.setattr(teacher_tops, "_likeliest", computed)
     teacher_tops.teacher_tops(path, teacher, texts)  # everything is known
 
 

@@ -22,9 +22,10 @@ from jaxspec.load.drafters import load_drafter
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.locks import only_writer
-from jaxspec.training import head_accuracy, heads
+from jaxspec.training import head_accuracy
 from jaxspec.training.flexdraft import FlexTrainConfig, train_flexdraft
 from jaxspec.training.heads import HeadsTrainConfig, train_heads
+from jaxspec.training.text_passes import TextPasses
 from jaxspec.training.texts import Text, held_out_part, read_texts
 from jaxspec.training.trainer import train_step
 
@@ -123,8 +124,8 @@ def test_resumed_run_is_bit_equal_to_uninterrupted_one(tmp_path, target, texts, 
 
 def test_the_targets_states_are_computed_once(tmp_path, target, texts, monkeypatch):
     calls = []
-    compute = heads._LAST_FEATURES
-    monkeypatch.setattr(heads, "_LAST_FEATURES", lambda *args: calls.append(1) or compute(*args))
+    read = TextPasses.__call__
+    monkeypatch.setattr(TextPasses, "__call__", lambda *args: calls.append(1) or read(*args))
 
     def losses_of(settings, **how):
         losses = []
