@@ -70,6 +70,16 @@ def sequences(completions) -> list[list[int]]:
     return [list(c.prompt_token_ids + c.token_ids) for c in completions]
 
 
+def copied(text, num_tokens):
+    """What `ngram:2-4` drafts: what followed the latest of the longest earlier matches, as far as a
+    chain of it goes."""
+    for size in (4, 3, 2):
+        for start in range(len(text) - size - 1, -1, -1):
+            if text[start : start + size] == text[-size:]:
+                return text[start + size :][: num_tokens if size == 4 else min(size, num_tokens)]
+    return []
+
+
 @dataclasses.dataclass(frozen=True)
 class WrongDrafter(Drafter):
     """Proposes one token over and over."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +34,7 @@ from jaxspec.cache.pages import BLOCK, KVCache, KvDtype, Ring, as_ring, round_up
 from jaxspec.drafters.base import Drafter
 from jaxspec.drafters.draft_tree import commit_tree, draft_tree
 from jaxspec.drafters.growth import num_offsets
+from jaxspec.drafters.ngram import NGram, draft_ngram_first, ngram_of
 from jaxspec.drafters.trees import Tree
 from jaxspec.errors import JaxspecWarning, ModelError, SettingError
 from jaxspec.kernels.base import splittable
@@ -103,6 +105,10 @@ class DraftModel(Drafter):
     slots, where n is the largest of a prefill chunk, a round's window and the slots of a tree.
     Layers whose own sliding window is narrower keep that window, and see no sinks.
 
+    With a `prompt_lookup_min` a row whose last tokens occurred before gets the tokens that followed
+    there, as an `NGram` drafts them, and the draft model drafts for the other rows. It reads the
+    tokens of both.
+
     Attributes:
       model: the draft model. The argument `kv_dtype` sets the dtype in which its KV is stored
         (`int8`), independently of the target's; None keeps the model's. This changes a little what
@@ -114,6 +120,8 @@ class DraftModel(Drafter):
         at least 128; None for all.
       kv_sinks: number of first positions that it sees as well, 0 to 128. Has no effect without a
         `kv_window`.
+      ngram: the `NGram` in front of it, which the arguments `prompt_lookup_min` and
+        `prompt_lookup_max` ask for, or None.
       tried_window: for a drafter returned by `trying_window`, what draft steps of its variant read;
         otherwise None.
       read_window: number of newest positions that draft steps read of a cache that keeps all; None
@@ -124,10 +132,10 @@ class DraftModel(Drafter):
         the two tokenizers.
 
     Raises:
-      SettingError: the model is only named; `min_confidence` is not a probability, or was given
-        together with a tree; the KV dtype is unknown, or the model makes its own cache; `kv_window`
-        or `kv_sinks` is out of range; or `kv_window` was given for a model that is not a
-        `LanguageModel`, whose attention may not support it.
+      SettingError: the model is only named; `min_confidence` is not a probability; it or
+        `prompt_lookup_min` was given together with a tree; the KV dtype is unknown, or the model
+        makes its own cache; another setting is out of range; or `kv_window` was given for a model
+        that is not a `LanguageModel`, whose attention may not support it.
     """
 
     model: Model
@@ -135,6 +143,7 @@ class DraftModel(Drafter):
     tree: Tree | None = None
     kv_window: int | None = None
     kv_sinks: int = NUM_SINKS
+    ngram: NGram | None = None
     tried_window: int | None = dataclasses.field(default=None, repr=False)
     read_window: int | None = dataclasses.field(default=None, repr=False)
     room: int | None = dataclasses.field(default=None, repr=False)
@@ -150,10 +159,14 @@ class DraftModel(Drafter):
         kv_window: int | None = None,
         kv_sinks: int = NUM_SINKS,
         *,
+        prompt_lookup_min: int | None = None,
+        prompt_lookup_max: int | None = None,
         kv_dtype: KvDtype | None = None,
     ):
-        settings = check_settings(min_confidence, tree, kv_window, kv_sinks)
-        min_confidence, tree, kv_window, kv_sinks = settings
+        settings = check_settings(
+            min_confidence, tree, kv_window, kv_sinks, prompt_lookup_min, prompt_lookup_max
+        )
+        min_confidence, tree, kv_window, kv_sinks, ngram = settings
         expected = "a model; name one as Engine(target, drafter='demo-draft') or in load_drafter"
         check_kind("model", model, Model, expected)
         model = with_kv_dtype(model, kv_dtype)
@@ -169,16 +182,18 @@ class DraftModel(Drafter):
             tree=tree,
             kv_window=kv_window,
             kv_sinks=kv_sinks,
+            ngram=ngram,
         )
 
     @property
     def name(self) -> str:
         """`draft_model:NAME`, `draft_model@MIN_CONFIDENCE:NAME` or `draft_model[TREE]:NAME`; with a
-        KV window `draft_model~WINDOW+SINKS:NAME`."""
+        KV window `draft_model~WINDOW+SINKS:NAME`; with an `NGram` its name, a `+` and this."""
         tree = "" if self.tree is None else f"[{self.tree.name}]"
         confidence = f"@{self.min_confidence:g}" if self.min_confidence else ""
         window = "" if self.kv_window is None else f"~{self.kv_window}+{self.kv_sinks}"
-        return f"draft_model{tree}{confidence}{window}:{self.model.name}"
+        ngram = "" if self.ngram is None else f"{self.ngram.name}+"
+        return f"{ngram}draft_model{tree}{confidence}{window}:{self.model.name}"
 
     @property
     def is_chain(self) -> bool:
@@ -387,36 +402,59 @@ class DraftModel(Drafter):
         at run time. On a GPU it takes all steps that the window has room for, unless drafts end
         early.
 
-        The first step also reads the one token that a row may lag by. A row stores only what its
-        own draft needs, however long its neighbours draft. Rows that lag by more than one token get
-        no draft, because their context is incomplete.
+        The first step also reads the one token that a row may lag by; with an `NGram` as many as a
+        round may emit, also of rows that the `NGram` drafts for. A row stores only what its own
+        draft needs, however long its neighbours draft. Rows that lag by more get no draft, because
+        their context is incomplete.
         """
         if self.read_window is not None:
             return self._propose_in_window(self.read_window, shape, params, state, rows)
         if self.tree is not None and not self.is_chain:
             return self._propose_tree(self.tree, shape, params, state, rows)
+        if self.ngram is None:
+            is_reading = (rows.draft_limit > 0) & (rows.num_committed - 2 <= state.num_seen)
+            return self._propose_chain(shape, params, state, rows, is_reading, 2)
+
+        def propose(others: BatchView) -> tuple[Draft, DraftModelState]:
+            longest = shape.verify_length
+            return self._propose_chain(shape, params, state, others, rows.draft_limit > 0, longest)
+
+        return draft_ngram_first(self.ngram, shape, rows, shape.num_nodes, propose)
+
+    def _propose_chain(
+        self,
+        shape: EngineShape,
+        params,
+        state: DraftModelState,
+        rows: BatchView,
+        is_reading: jax.Array,
+        longest: int,
+    ) -> tuple[Draft, DraftModelState]:
+        """Chains. The first step reads the next tokens of the rows that are `is_reading` `[B]`, up
+        to `longest`; those of which it reads the newest token may draft."""
         batch_size, num_nodes = shape.batch_size, shape.num_nodes
         stops_early, token_map = self.min_confidence > 0, self._token_map()
-        can_draft = rows.num_committed - 2 <= state.num_seen
-        num_valid = jnp.where(can_draft, jnp.minimum(rows.draft_limit, num_nodes), 0)
-        is_drafting = num_valid > 0
-        # A row that drafts nothing writes nothing, and gets a position that does not make attention
-        # longer.
         newest = rows.num_committed - 1
-        newest = jnp.where(is_drafting, newest, jnp.max(jnp.where(is_drafting, newest, 0)))
+        first = jnp.minimum(state.num_seen, newest)
+        num_first = jnp.where(is_reading, jnp.minimum(newest + 1 - first, longest), 0)
+        is_complete = is_reading & (first + num_first > newest)
+        num_valid = jnp.where(is_complete, jnp.minimum(rows.draft_limit, num_nodes), 0)
+        # A row that reads nothing gets a position that does not make attention longer.
+        newest = jnp.where(is_reading, newest, jnp.max(jnp.where(is_reading, newest, 0)))
 
-        def read(tokens, positions, is_kept, cache):
-            """Logits `[B, V']` after each row's last token, which is asked for if its KV is to be
-            stored: where `is_kept`. The arguments are `[B, T]`."""
-            positions = jnp.maximum(positions, 0)
-            slots = jnp.where(is_kept, positions, -1)
-            num_live = jnp.where(is_kept[:, -1], positions.shape[1], 0)
+        def read(tokens, positions, num_live, cache):
+            """Logits `[B, V']` after the last of each row's first `num_live` `[B]` tokens, whose KV
+            is stored. Tokens and positions are `[B, T]`."""
+            places = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
+            slots = jnp.where(places < num_live[:, None], positions, -1)
             window = Window(
                 start=positions[:, 0], positions=positions, slots=slots, num_live=num_live
             )
             tokens = jnp.minimum(tokens, self.model.vocab_size - 1)
             hidden, cache = self.model.forward(params, tokens, window, cache)
-            return self._logits(params, hidden[:, -1], window), cache
+            last = jnp.maximum(num_live - 1, 0)[:, None, None]
+            hidden = hidden if tokens.shape[1] == 1 else jnp.take_along_axis(hidden, last, axis=1)
+            return self._logits(params, hidden[:, 0], window), cache
 
         def draw(node, logits, carry: _Drafting) -> _Drafting:
             """Node `node` from logits `[B, V']`."""
@@ -446,42 +484,46 @@ class DraftModel(Drafter):
             return carry.replace(tokens=tokens, num_valid=num_valid, distributions=distributions)
 
         def first_step(_, carry: _Drafting) -> _Drafting:
-            position = newest[:, None] + jnp.arange(-1, 1, dtype=jnp.int32)[None]
-            tokens = jnp.take_along_axis(rows.tokens, jnp.maximum(position, 0), axis=1)
-            is_kept = jnp.stack([lags, is_drafting], axis=1)
-            logits, cache = read(tokens, position, is_kept, carry.cache)
+            start = jnp.where(is_reading, first, newest)
+            positions = start[:, None] + jnp.arange(longest, dtype=jnp.int32)[None]
+            positions = jnp.minimum(positions, newest[:, None])
+            tokens = jnp.take_along_axis(rows.tokens, positions, axis=1)
+            logits, cache = read(tokens, positions, num_first, carry.cache)
             return draw(jnp.int32(0), logits, carry.replace(cache=cache))
 
         def step(node, carry: _Drafting) -> _Drafting:
             last = lax.dynamic_slice_in_dim(carry.tokens, node - 1, 1, axis=1)
             # A row that has stopped keeps its position, so that it sees no unwritten slot.
             depth = jnp.minimum(node, jnp.maximum(carry.num_valid - 1, 0))
-            is_kept = (node < carry.num_valid)[:, None]
-            logits, cache = read(last, (newest + depth)[:, None], is_kept, carry.cache)
+            is_drafting = (node < carry.num_valid).astype(jnp.int32)
+            logits, cache = read(last, (newest + depth)[:, None], is_drafting, carry.cache)
             return draw(node, logits, carry.replace(cache=cache))
 
-        lags = is_drafting & (state.num_seen < newest)
         distributions = None
         if shape.needs_draft_probs:
             distributions = jnp.zeros((batch_size, num_nodes, shape.vocab_size), jnp.float32)
         drafting = _Drafting(
             tokens=jnp.zeros((batch_size, num_nodes), jnp.int32),
-            num_valid=num_valid,
+            num_valid=jnp.where(is_reading, jnp.maximum(num_valid, 1), 0),  # takes the first step
             distributions=distributions,
             cache=state.cache,
         )
-        for start, stop, take in ((0, 1, first_step), (1, num_nodes, step)):
-            drafting = self._take_steps(shape, take, drafting, start, stop)
-        num_valid, cache = drafting.num_valid, drafting.cache
+        drafting = self._take_steps(shape, first_step, drafting, 0, 1)
+        drafting = drafting.replace(num_valid=jnp.where(num_valid > 0, drafting.num_valid, 0))
+        drafting = self._take_steps(shape, step, drafting, 1, num_nodes)
+        num_valid = drafting.num_valid
         draft = Draft(
             tokens=drafting.tokens,
             parents=chain_parents(batch_size, num_nodes),
             num_valid=num_valid,
             q=drafting.distributions,
         )
-        num_read = jnp.sum(num_valid, dtype=jnp.int32) + jnp.sum(lags, dtype=jnp.int32)
+        num_read = jnp.sum(num_first + jnp.maximum(num_valid - 1, 0), dtype=jnp.int32)
         state = state.replace(
-            cache=cache, num_steps=num_valid, num_positions=state.num_positions + num_read
+            cache=drafting.cache,
+            num_seen=jnp.where(is_reading, first + num_first, state.num_seen),
+            num_steps=jnp.where(is_complete, jnp.maximum(num_valid, 1), 0),
+            num_positions=state.num_positions + num_read,
         )
         return draft, state
 
@@ -592,8 +634,13 @@ def _differing_ids(mine: Mapping[int, str], theirs: Mapping[int, str]) -> list[i
 
 
 def check_settings(
-    min_confidence: float, tree: Tree | None, kv_window: int | None, kv_sinks: int
-) -> tuple[float, Tree | None, int | None, int]:
+    min_confidence: float,
+    tree: Tree | None,
+    kv_window: int | None,
+    kv_sinks: int,
+    prompt_lookup_min: Any = None,
+    prompt_lookup_max: Any = None,
+) -> tuple[float, Tree | None, int | None, int, NGram | None]:
     """The settings of a `DraftModel`, which do not depend on its model.
 
     Raises:
@@ -603,12 +650,14 @@ def check_settings(
     min_confidence = number("min_confidence", min_confidence, least=0, most=1, expected=expected)
     if tree is not None:
         check_kind("tree", tree, Tree, "a BeamTree, BudgetTree or StaticTree, or None")
-    if min_confidence and tree is not None:
-        raise SettingError(
-            f"A min_confidence of {min_confidence:g} and the tree {tree.name} were given; only "
-            "chains end early, so leave one of them out."
-        )
-    return min_confidence, tree, *check_kv_window(kv_window, kv_sinks)
+    ngram = ngram_of(prompt_lookup_min, prompt_lookup_max)
+    for name, given in (("min_confidence", min_confidence), ("prompt_lookup_min", ngram)):
+        if given and tree is not None:
+            raise SettingError(
+                f"A {name} and the tree {tree.name} were given for a draft model, which takes it "
+                "for chains only; leave one of them out."
+            )
+    return min_confidence, tree, *check_kv_window(kv_window, kv_sinks), ngram
 
 
 def check_kv_window(kv_window: int | None, kv_sinks: int = NUM_SINKS) -> tuple[int | None, int]:

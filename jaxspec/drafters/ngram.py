@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +14,8 @@ from jaxspec.drafters.base import Drafter
 from jaxspec.errors import SettingError
 from jaxspec.runtime.values import whole_number
 from jaxspec.types import BatchView, Draft, EngineShape, chain_parents
+
+State = TypeVar("State")
 
 LONGEST_LOOKUP = 64  # the compiled program has one comparison per length
 MOST_BRANCHES = 16  # and one for every branch and depth
@@ -194,3 +198,51 @@ def merge(branches: jax.Array, num_tokens: jax.Array) -> tuple[jax.Array, jax.Ar
         return jax.vmap(of_row)(target, values.reshape(num_rows, -1))
 
     return place(branches), place(parent), num_before[:, -1]
+
+
+def ngram_of(prompt_lookup_min: Any, prompt_lookup_max: Any) -> NGram | None:
+    """The n-grams of these lengths in front of another drafter; None without a `prompt_lookup_min`.
+
+    Raises:
+      SettingError: they are out of range, or only the longest is given.
+    """
+    if prompt_lookup_min is None:
+        if prompt_lookup_max is not None:
+            raise SettingError(
+                f"prompt_lookup_max {prompt_lookup_max!r} was given without a prompt_lookup_min; "
+                "give both, or leave it out."
+            )
+        return None
+    if prompt_lookup_max is None:
+        return NGram(prompt_lookup_min)
+    return NGram(prompt_lookup_min, prompt_lookup_max)
+
+
+def draft_ngram_first(
+    ngram: NGram,
+    shape: EngineShape,
+    rows: BatchView,
+    most: int,
+    propose: Callable[[BatchView], tuple[Draft, State]],
+) -> tuple[Draft, State]:
+    """For rows whose last tokens occurred before, the tokens that followed there, `most` of them at
+    most; for the others what `propose` drafts, which sees a draft limit of 0 in the former."""
+    found, _ = ngram.propose(shape, (), (), rows)
+    num_found = jnp.minimum(found.num_valid, most)
+    if rows.depth_limit is not None:
+        num_found = jnp.minimum(num_found, rows.depth_limit)
+    is_found = num_found > 0
+    others = rows.replace(draft_limit=jnp.where(is_found, 0, rows.draft_limit))
+    draft, state = propose(others)
+    is_found = is_found[:, None]
+    q = draft.q
+    if q is not None:
+        one_hot = jax.nn.one_hot(found.tokens, q.shape[2], dtype=q.dtype)
+        q = jnp.where(is_found[..., None], one_hot, q)
+    draft = draft.replace(
+        tokens=jnp.where(is_found, found.tokens, draft.tokens),
+        parents=jnp.where(is_found, found.parents, draft.parents),
+        num_valid=jnp.where(is_found[:, 0], num_found, draft.num_valid),
+        q=q,
+    )
+    return draft, state

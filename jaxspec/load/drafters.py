@@ -51,7 +51,7 @@ from jaxspec.errors import JaxspecError, ModelError, SettingError
 from jaxspec.kernels.base import unpacked
 from jaxspec.load.layouts import flexdraft, heads
 from jaxspec.load.layouts.tables import Layouts, sharding_of, warn_of_other_weights
-from jaxspec.load.models import DEMO_MODELS, as_model, load_packed
+from jaxspec.load.models import PACKAGED_MODELS, as_model, load_packed
 from jaxspec.models.base import LanguageModel, Model
 from jaxspec.models.shapes import ShapeModel
 from jaxspec.runtime.compilation import check_not_forked
@@ -67,7 +67,7 @@ PACKAGED_DRAFTERS = {
     "demo-flexdraft": ("flexdraft", "flexdraft"),  # for `demo-target`
     "smollm2-clover": ("heads", "smollm2-clover"),  # for SmolLM2-135M-Instruct in Q4_1
 }
-NGRAM_FIRST = "ngram+"  # before the name of heads: those with an `NGram`
+NGRAM_FIRST = "ngram+"  # before the name of heads or of a draft model: those with an `NGram`
 _FACTORY = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 
 
@@ -143,14 +143,19 @@ def _load_draft_model(
     min_confidence: float = 0.0,
     kv_window: int | None = None,
     kv_sinks: int = NUM_SINKS,
+    prompt_lookup_min: int | None = None,
+    prompt_lookup_max: int | None = None,
     **of_model: Any,
 ) -> MakeDrafter:
     tree = named_tree(tree) if isinstance(tree, str | int) else tree
-    settings = check_settings(min_confidence, tree, kv_window, kv_sinks)
-    return lambda target: DraftModel(load_packed(model, **of_model), *settings)
+    lookup = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
+    settings = min_confidence, tree, kv_window, kv_sinks
+    check_settings(*settings, **lookup)
+    return lambda target: DraftModel(load_packed(model, **of_model), *settings, **lookup)
 
 
 _OF_WINDOW = ("kv_window", "kv_sinks")
+_OF_LOOKUP = ("prompt_lookup_min", "prompt_lookup_max")
 _OF_MODEL = ("kv_dtype", "dtype", "revision", "verify")  # of `load_model`
 
 # To add a kind, add a row.
@@ -161,7 +166,7 @@ KINDS = {
         DrafterKind(
             "draft_model",
             _load_draft_model,
-            ("model", "tree", "min_confidence", *_OF_WINDOW, *_OF_MODEL),
+            ("model", "tree", "min_confidence", *_OF_WINDOW, *_OF_LOOKUP, *_OF_MODEL),
         ),
         trained(Heads, heads.LAYOUTS),
         trained(FlexDraft, flexdraft.LAYOUTS),
@@ -209,10 +214,10 @@ def parse_drafter(
         raise refusal("model", given["model"], "a name or a path")
     named = given.pop("kind", None)
     kind = _kind_of_weights(given["model"]) if named is None else text("kind", named)
-    if has_ngram and kind != Heads.kind:
+    if has_ngram and kind not in (Heads.kind, "draft_model"):
         raise SettingError(
-            f"The drafter {drafter!r} was given, and only heads can follow {NGRAM_FIRST}; write "
-            f"{NGRAM_FIRST}heads:MODEL, or leave {NGRAM_FIRST} out."
+            f"The drafter {drafter!r} was given, and only heads and draft models can follow "
+            f"{NGRAM_FIRST}; name one of these, or leave {NGRAM_FIRST} out."
         )
     if kind in KINDS:
         known = KINDS[kind].arguments
@@ -263,7 +268,7 @@ def _is_model(name: str) -> bool:
     is written `draft_model:ID`."""
     is_path = "/" in name or (name != "" and os.path.isdir(expand_user(name)))
     is_path |= name.endswith(".gguf")
-    is_packaged = name in DEMO_MODELS or name in PACKAGED_DRAFTERS
+    is_packaged = name in PACKAGED_MODELS or name in PACKAGED_DRAFTERS
     return is_packaged or name.startswith("random:") or is_path
 
 
@@ -344,19 +349,19 @@ def load_drafter(
     `name` is one of these, tried in this order: a kind, such as `ngram`; `KIND:MODEL`, as in
     `draft_model:demo-draft`; a directory of a drafter, or a model for `load_model`, which makes a
     `DraftModel`; `package.module:factory`, a function of the target or of nothing. `ngram+` before
-    the name of heads stands for a `prompt_lookup_min` of 2. Settings are keyword arguments here;
-    elsewhere they stand in a mapping or JSON object, such as `{"kind": "heads", "model":
-    "DIRECTORY", "tree": "4x4:16"}`. Where there is a model, the kind may be left out: a directory
-    says what it holds, and what is on the hub is a draft model.
+    the name of heads or of a draft model stands for a `prompt_lookup_min` of 2. Settings are
+    keyword arguments here; elsewhere they stand in a mapping or JSON object, such as `{"kind":
+    "heads", "model": "DIRECTORY", "tree": "4x4:16"}`. Where there is a model, the kind may be left
+    out: a directory says what it holds, and what is on the hub is a draft model.
 
     Weights of a drafter are a directory that `save_drafter` or `jaxspec train` wrote, or a
     directory or hub id in one of these layouts: Medusa's `medusa_lm_head.safetensors` or `.pt`
     (which needs torch), `medusa_head.*` among the tensors of a merged model, vLLM's Medusa,
-    Clover-2's release, FlexDraft's release. Two come with the package: `demo-flexdraft`, FlexDraft
-    for `demo-target`, and `smollm2-clover`, Clover's heads for SmolLM2-135M-Instruct. From the hub
-    only the files that hold the drafter are fetched. Heads that contain a copy of the target's head
-    share the target's instead; if their vocabulary was truncated, they then propose tokens of the
-    whole vocabulary.
+    Clover-2's release, FlexDraft's release. These come with the package: `demo-flexdraft`,
+    FlexDraft for `demo-target`; `smollm2-clover`, Clover's heads for SmolLM2-135M-Instruct; and the
+    draft models `demo-draft` and `smollm2-draft`. From the hub only the files that hold the drafter
+    are fetched. Heads that contain a copy of the target's head share the target's instead; if their
+    vocabulary was truncated, they then propose tokens of the whole vocabulary.
 
     Args:
       name: what names the drafter, or its weights if a kind is given.

@@ -54,6 +54,8 @@ from jaxspec.runtime.locks import only_writer
 from jaxspec.runtime.values import check_kind, flag, text
 
 DEMO_MODELS = {"demo-target": "target", "demo-draft": "draft"}
+# Models that come with the package, and their directories in it.
+PACKAGED_MODELS = {**DEMO_MODELS, "smollm2-draft": "smollm2-draft"}  # for SmolLM2-135M-Instruct
 
 
 def load_model(
@@ -68,11 +70,11 @@ def load_model(
 ) -> LanguageModel:
     """Loads a model by name or path.
 
-    `src` is one of these, tried in this order: `demo-target` or `demo-draft` (the embedded pair);
-    `random:PRESET` (a published architecture with random weights, see `registry.PRESETS`); a
-    converted directory; a GGUF file; a Hugging Face directory; a hub id. A Hugging Face model is
-    converted once, into the user's cache directory (`$JAXSPEC_CACHE`); a GGUF file once for each
-    `dtype`.
+    `src` is one of these, tried in this order: `demo-target`, `demo-draft` (the embedded pair) or
+    `smollm2-draft` (a draft model for SmolLM2-135M-Instruct); `random:PRESET` (a published
+    architecture with random weights, see `registry.PRESETS`); a converted directory; a GGUF file; a
+    Hugging Face directory; a hub id. A Hugging Face model is converted once, into the user's cache
+    directory (`$JAXSPEC_CACHE`); a GGUF file once for each `dtype`.
 
     Args:
       src: the name or path of the model.
@@ -124,8 +126,8 @@ def load_model(
         verify=verify,
     )
     with reading(name):
-        if name in DEMO_MODELS:
-            assets = importlib.resources.files("jaxspec") / "assets" / DEMO_MODELS[name]
+        if name in PACKAGED_MODELS:
+            assets = importlib.resources.files("jaxspec") / "assets" / PACKAGED_MODELS[name]
             with importlib.resources.as_file(assets) as directory:
                 return _load_cached(load, directory, name=name)
         if name.startswith("random:"):
@@ -310,7 +312,7 @@ def _convert_cached(
             return destination
     except UnreadableError as error:
         raise _unreadable_in_cache(error) from error
-    source = name if commit or name in DEMO_MODELS else str(directory.resolve())
+    source = name if commit or name in PACKAGED_MODELS else str(directory.resolve())
     with contextlib.ExitStack() as stack:
         try:
             root.mkdir(parents=True, exist_ok=True)

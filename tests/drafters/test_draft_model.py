@@ -21,6 +21,7 @@ from jaxspec.models.prefill import prefill_chunks
 from jaxspec.models.tokenizer import TextTokenizer
 from jaxspec.requests.requests import make_requests
 from jaxspec.requests.sampling_params import SamplingParams
+from jaxspec.testing import check_drafter
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +89,88 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
     stale = engine.executor.state.replace(drafter=drafter.replace(num_seen=drafter.num_seen + 3))
     kept, fresh = seen_kv(stale, draft)
     assert np.abs(np.nan_to_num(kept) - fresh).max() > 1e-2
+
+
+# n-grams first
+
+# Outputs of few tokens repeat themselves, so copied drafts are accepted.
+REPEATING = SamplingParams(max_tokens=90, allowed_token_ids=[3, 4])
+
+
+class ForgetsCopied(jaxspec.DraftModel):
+    """Takes what n-grams drafted as read."""
+
+    def commit(self, shape, params, state, rows, info):
+        state = super().commit(shape, params, state, rows, info)
+        return state.replace(num_seen=jnp.maximum(state.num_seen, rows.num_committed - 1))
+
+
+@pytest.mark.parametrize("kind", [jaxspec.DraftModel, ForgetsCopied])
+def test_what_n_grams_drafted_is_read_too(models, kind):
+    target, draft = models
+    engine = Engine(
+        target,
+        kind(draft, prompt_lookup_min=2),
+        scheduler=jaxspec.Static(),
+        draft_length=4,
+        batch_size=3,
+        max_length=128,
+        rounds_per_sync=1,
+    )
+    admit(engine, toy.prompts((1, 9, 30)), REPEATING, draft_length=4)
+    lags, is_right = set(), True
+    for _ in range(12):
+        drafter = engine.executor.state.drafter
+        poisoned = kv.poison_uncommitted(drafter.cache, drafter.num_seen)
+        engine.executor.state = engine.executor.state.replace(
+            drafter=drafter.replace(cache=poisoned)
+        )
+        engine.executor.run(1)
+        lags |= set(engine.executor.lags().tolist())
+        kept, fresh = seen_kv(engine.executor.state, draft)
+        is_right &= np.allclose(kept, fresh, atol=1e-4)
+    assert is_right == (kind is jaxspec.DraftModel)
+    if is_right:
+        assert lags <= set(range(5))
+        assert max(lags) > 1  # copied tokens were accepted
+
+
+@pytest.mark.slow
+def test_the_whole_battery_with_n_grams(models):
+    target, draft = models
+    check_drafter(jaxspec.DraftModel(draft, prompt_lookup_min=2), target).assert_ok()
+
+
+def test_the_draft_model_drafts_where_n_grams_find_nothing(models):
+    target, draft = models
+    drafter = jaxspec.DraftModel(draft, prompt_lookup_min=2)
+    assert drafter.name == f"ngram:2-4+draft_model:{draft.name}"
+    settings = {"draft_length": 4, "batch_size": 3, "max_length": 128}
+    prompts = toy.prompts((2, 9, 30, 5, 4, 6))
+    engine = Engine(target, drafter, trace="tokens", **settings)
+    params = dataclasses.replace(REPEATING, allowed_token_ids=[3, 4, 5])
+    found = engine.generate(prompts, params)
+    plain = engine.generate(prompts, params, speculate=False)
+    assert [c.token_ids for c in found] == [c.token_ids for c in plain]
+    contexts, drafts, num_copied = [], [], 0
+    for done in found:
+        text = [*done.prompt_token_ids, *done.token_ids]
+        rounds, tokens = done.trace.rounds, done.trace.tokens
+        for index, drafted in enumerate(rounds.drafted):
+            length = int(rounds.context_length[index])
+            draft_of_round = tokens.token_id[index][1:][:drafted].tolist()
+            if ngram := toy.copied(text[:length], 4):
+                assert draft_of_round == ngram[:drafted]
+                num_copied += 1
+            elif drafted == 4:
+                contexts.append(text[:length])
+                drafts.append(draft_of_round)
+    assert num_copied > 5
+    assert len(drafts) > 5
+    # The draft model's own continuation.
+    own = dataclasses.replace(params, max_tokens=4)
+    expected = Engine(draft, batch_size=3, max_length=128).generate(contexts, own)
+    assert drafts == [list(done.token_ids) for done in expected]
 
 
 def test_a_drafter_that_fell_behind_drafts_nothing_until_it_has_caught_up(models):

@@ -230,16 +230,6 @@ def assert_drafted(heads, reference, text, length, params, tokens, parents):
     assert paths == expected, f"after {length} tokens of {text}: {paths} instead of {expected}"
 
 
-def copied(text, num_tokens):
-    """What followed the latest of the longest earlier matches of 2 to 4 tokens, as far as a chain
-    of it goes."""
-    for size in (4, 3, 2):
-        for start in range(len(text) - size - 1, -1, -1):
-            if text[start : start + size] == text[-size:]:
-                return text[start + size :][: num_tokens if size == 4 else min(size, num_tokens)]
-    return []
-
-
 def check_rounds(heads, target, completions, all_params, *, weights=None):
     """What was drafted in every recorded round; returns how many drafts and which acceptances."""
     num_drafts, verdicts = 0, set()
@@ -259,7 +249,7 @@ def check_rounds(heads, target, completions, all_params, *, weights=None):
             if not drafted or room - length <= heads.config.num_heads:
                 continue
             drafts = tokens.token_id[index][1:][:drafted], tokens.parent[index][1:][:drafted]
-            found = copied(text[:length], heads.config.num_heads) if heads.ngram else []
+            found = toy.copied(text[:length], heads.config.num_heads) if heads.ngram else []
             if found:
                 assert [each.tolist() for each in drafts] == [found, list(range(-1, drafted - 1))]
                 verdicts.add(("copied", int(rounds.accepted[index])))

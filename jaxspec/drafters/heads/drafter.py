@@ -31,7 +31,7 @@ from jaxspec.drafters.growth import Grower, Growth, Level, count_levels
 from jaxspec.drafters.heads import formulas
 from jaxspec.drafters.heads.config import HeadsConfig, param_shapes
 from jaxspec.drafters.heads.formulas import TargetParts
-from jaxspec.drafters.ngram import NGram
+from jaxspec.drafters.ngram import NGram, draft_ngram_first, ngram_of
 from jaxspec.drafters.tree_names import named_tree
 from jaxspec.drafters.trees import BudgetTree, Tree
 from jaxspec.errors import ModelError, SettingError
@@ -513,25 +513,12 @@ class Heads(TrainedDrafter):
         feature was not seen gets no draft of heads."""
         if self.ngram is None:
             return self._propose(shape, params, state, rows), state
-        found, _ = self.ngram.propose(shape, (), (), rows)
-        num_found = jnp.minimum(found.num_valid, self.max_depth or self.num_nodes)
-        if rows.depth_limit is not None:
-            num_found = jnp.minimum(num_found, rows.depth_limit)
-        is_found = num_found > 0
-        others = rows.replace(draft_limit=jnp.where(is_found, 0, rows.draft_limit))
-        draft = self._propose(shape, params, state, others)
-        is_found = is_found[:, None]
-        q = draft.q
-        if q is not None:
-            one_hot = jax.nn.one_hot(found.tokens, q.shape[2], dtype=q.dtype)
-            q = jnp.where(is_found[..., None], one_hot, q)
-        draft = draft.replace(
-            tokens=jnp.where(is_found, found.tokens, draft.tokens),
-            parents=jnp.where(is_found, found.parents, draft.parents),
-            num_valid=jnp.where(is_found[:, 0], num_found, draft.num_valid),
-            q=q,
-        )
-        return draft, state
+
+        def propose(others: BatchView):
+            return self._propose(shape, params, state, others), state
+
+        most = self.max_depth or self.num_nodes
+        return draft_ngram_first(self.ngram, shape, rows, most, propose)
 
     def _propose(
         self, shape: EngineShape, params: PyTree, state: HeadsState, rows: BatchView
@@ -701,24 +688,6 @@ class Heads(TrainedDrafter):
             num_taken=state.num_taken.at[row].set(jnp.minimum(state.num_taken[row], num_kept)),
             num_seen=state.num_seen.at[row].set(num_seen),
         )
-
-
-def ngram_of(prompt_lookup_min: Any, prompt_lookup_max: Any) -> NGram | None:
-    """The n-grams of these lengths in front of heads; None without a `prompt_lookup_min`.
-
-    Raises:
-      SettingError: they are out of range, or only the longest is given.
-    """
-    if prompt_lookup_min is None:
-        if prompt_lookup_max is not None:
-            raise SettingError(
-                f"prompt_lookup_max {prompt_lookup_max!r} was given for heads without a "
-                "prompt_lookup_min; give both, or leave it out."
-            )
-        return None
-    if prompt_lookup_max is None:
-        return NGram(prompt_lookup_min)
-    return NGram(prompt_lookup_min, prompt_lookup_max)
 
 
 def _kept(cache: kv.KVCache, features: jax.Array, window: Window) -> kv.KVCache:
