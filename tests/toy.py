@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -76,7 +77,8 @@ def copied(text, num_tokens):
     for size in (4, 3, 2):
         for start in range(len(text) - size - 1, -1, -1):
             if text[start : start + size] == text[-size:]:
-                return text[start + size :][: num_tokens if size == 4 else min(size, num_tokens)]
+                count = num_tokens if size == 4 else min(size, num_tokens)
+                return list(itertools.islice(itertools.cycle(text[start + size :]), count))
     return []
 
 

@@ -30,7 +30,8 @@ class NGram(Drafter):
     The longest match is used; of several, the latest. Matching runs on the device for all rows at
     once. A chain is at most as long as the match that it continues, because what follows a short
     match is seldom right for long; a match of `prompt_lookup_max` tokens, which may be longer than
-    was looked for, is continued as far as the draft length allows.
+    was looked for, is continued as far as the draft length allows. A continuation that reaches the
+    row's end goes on with its own beginning: the row is repeating itself.
 
     With `branches` it proposes what followed each of the best matches, merged into a tree: common
     beginnings are proposed once, and matches with the same continuation count as one. The first
@@ -85,13 +86,12 @@ class NGram(Drafter):
         if not self.is_chain:
             return self._tree(shape, rows, matched), state
         size, source = self._best(matched)
-        available = jnp.where(size >= self.prompt_lookup_min, rows.num_committed - source, 0)
         longest = jnp.where(size < self.prompt_lookup_max, size, shape.num_nodes)
-        limit = jnp.minimum(rows.draft_limit, longest)
+        longest = jnp.where(size >= self.prompt_lookup_min, longest, 0)
         draft = Draft(
-            tokens=continuation(rows.tokens, source, shape.num_nodes),
+            tokens=continuation(rows, source, shape.num_nodes),
             parents=chain_parents(shape.batch_size, shape.num_nodes),
-            num_valid=jnp.minimum(available, limit),
+            num_valid=jnp.minimum(rows.draft_limit, jnp.minimum(longest, shape.num_nodes)),
         )
         return draft, state
 
@@ -118,16 +118,16 @@ class NGram(Drafter):
         return best // num_slots, best % num_slots
 
     def _tree(self, shape: EngineShape, rows: BatchView, matched: jax.Array) -> Draft:
-        length, num_nodes = rows.num_committed, shape.num_nodes
+        num_nodes = shape.num_nodes
         branches, available = [], []
         for _ in range(self.branches):
             size, source = self._best(matched)
-            left = jnp.where(size >= self.prompt_lookup_min, length - source, 0)
-            branch = continuation(rows.tokens, source, num_nodes)
+            left = jnp.where(size >= self.prompt_lookup_min, num_nodes, 0)
+            branch = continuation(rows, source, num_nodes)
             matched = jnp.where(adds_nothing(rows, branch, left), 0, matched)
             branches.append(branch)
             available.append(left)
-        left = jnp.minimum(jnp.stack(available, axis=1), num_nodes)
+        left = jnp.stack(available, axis=1)
         if rows.depth_limit is not None:
             left = jnp.minimum(left, rows.depth_limit[:, None])
         tokens, parents, num_merged = merge(jnp.stack(branches, axis=1), left)
@@ -138,10 +138,11 @@ class NGram(Drafter):
         )
 
 
-def continuation(tokens: jax.Array, source: jax.Array, num_tokens: int) -> jax.Array:
-    """`[B, n]` int32, the tokens from slot `source` `[B]` on; garbage beyond what is committed."""
-    slot = source[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None]
-    return jnp.take_along_axis(tokens, jnp.minimum(slot, tokens.shape[1] - 1), axis=1)
+def continuation(rows: BatchView, source: jax.Array, num_tokens: int) -> jax.Array:
+    """`[B, n]` int32, the committed tokens from slot `source` `[B]` on, again and again."""
+    period = jnp.maximum(rows.num_committed - source, 1)
+    slot = source[:, None] + jnp.arange(num_tokens, dtype=jnp.int32)[None] % period[:, None]
+    return jnp.take_along_axis(rows.tokens, slot, axis=1)
 
 
 def adds_nothing(rows: BatchView, branch: jax.Array, num_tokens: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Prompt lookup against an obvious search in Python."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +47,13 @@ def search(tokens, limit, low, high):
     for size in range(high, low - 1, -1):
         for start in range(len(tokens) - size - 1, -1, -1):
             if size < len(tokens) and tokens[start : start + size] == tokens[-size:]:
-                return tokens[start + size :][: min(limit, size if size < high else 4)]
+                return again(tokens[start + size :], min(limit, size if size < high else 4))
     return []
+
+
+def again(tokens, count):
+    """The tokens, repeated until there are so many."""
+    return list(itertools.islice(itertools.cycle(tokens), count))
 
 
 @settings(max_examples=200, deadline=None)
@@ -72,6 +78,11 @@ def test_a_chain_is_as_long_as_its_match_unless_that_may_be_longer():
     assert found == [4, 4, 3, 3]
 
 
+def test_a_row_that_repeats_itself_goes_on_repeating():
+    assert propose([5, 7, 7, 7, 7], 4, 2, 4) == [7, 7, 7]
+    assert propose([1, 2, 1, 2, 1, 2], 4, 1, 4) == [1, 2, 1, 2]
+
+
 def matches(tokens, low, high):
     """Slots at which a continuation begins: of the longest match, then of the latest."""
     slots = [
@@ -87,11 +98,11 @@ def search_tree(tokens, limit, low, high, num_branches):
     """The paths to the nodes of the tree, in their order."""
     branches = []
     for slot in matches(tokens, low, high):
-        branch = tuple(tokens[slot:])
+        branch = tokens[slot:]
         if not any(known[: len(branch)] == branch[:4] for known in branches):
-            branches.append(branch[:4])
+            branches.append(again(branch, 4))
     paths = [
-        (depth + 2 * index, index, branch[:depth])
+        (depth + 2 * index, index, tuple(branch[:depth]))
         for index, branch in enumerate(branches[:num_branches])
         for depth in range(1, len(branch) + 1)
     ]
