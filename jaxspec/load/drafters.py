@@ -148,10 +148,14 @@ def _load_draft_model(
     **of_model: Any,
 ) -> MakeDrafter:
     tree = named_tree(tree) if isinstance(tree, str | int) else tree
-    lookup = {"prompt_lookup_min": prompt_lookup_min, "prompt_lookup_max": prompt_lookup_max}
     settings = min_confidence, tree, kv_window, kv_sinks
-    check_settings(*settings, **lookup)
-    return lambda target: DraftModel(load_packed(model, **of_model), *settings, **lookup)
+    check_settings(*settings, prompt_lookup_min, prompt_lookup_max)
+    return lambda target: DraftModel(
+        load_packed(model, **of_model),
+        *settings,
+        prompt_lookup_min=prompt_lookup_min,
+        prompt_lookup_max=prompt_lookup_max,
+    )
 
 
 _OF_WINDOW = ("kv_window", "kv_sinks")

@@ -79,10 +79,11 @@ class TrainConfig(TrainSettings):
       num_kv_heads: K; None is half of Q, or 1 if Q is odd.
       epochs: most passes over the text of a domain; None sets no limit.
       teacher: model to distil from, as a name for `load_model` or an earlier run's directory; its
-        tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate.
+        tokenizer is used. The loss is half KL(p || q) and half one minus the acceptance rate; in
+        texts that it wrote, p is known of its likeliest tokens.
       teacher_states: file for the teacher's hidden states by row, shared by runs with the same
-        teacher, texts and seed: the teacher takes two thirds of the training time of a small draft
-        model.
+        teacher, documents and seed: the teacher takes two thirds of the training time of a small
+        draft model. Has no effect on texts that the teacher wrote.
       evaluate_tokens: held-out tokens per domain.
     """
 

@@ -16,7 +16,7 @@ from jaxspec.checkpoint.format import weights_digest
 from jaxspec.models.base import LanguageModel, kernels_of, logits_of
 from jaxspec.runtime.console import Console
 from jaxspec.training.teacher_states import check_origin
-from jaxspec.training.text_passes import TextPasses
+from jaxspec.training.text_passes import TextPasses, TokenIds
 from jaxspec.types import PyTree, Window
 
 NUM_TOPS = 32
@@ -27,7 +27,7 @@ _SHOWN_EVERY_S = 30.0
 
 
 def teacher_tops(
-    path: pathlib.Path, teacher: LanguageModel, texts: Sequence[Sequence[int]]
+    path: pathlib.Path, teacher: LanguageModel, texts: Sequence[TokenIds]
 ) -> np.ndarray:
     """A `RECORD` for every token `[N]` of the texts, one after another; of a text's last token too.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from typing import TypeAlias
 
 import jax
 import numpy as np
@@ -12,6 +13,8 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.models.prefill import CHUNK, chain_window, prefill_chunks
 from jaxspec.runtime.compilation import Program
 from jaxspec.types import PyTree, Window
+
+TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 _NUM_CHUNKS = 16  # of a call: 2,048 tokens
 
@@ -46,7 +49,7 @@ class TextPasses:
         self._num_chunks = max(_NUM_CHUNKS, self._most)
         self._call = Program(jax.jit(call), name)
 
-    def __call__(self, texts: Sequence[Sequence[int]]) -> Iterator[PyTree]:
+    def __call__(self, texts: Sequence[TokenIds]) -> Iterator[PyTree]:
         """The arrays `[T, ...]` of each text's token ids, in order."""
         first = 0
         while first < len(texts):
