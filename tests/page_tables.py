@@ -624,6 +624,12 @@ def real_drafters(*found):
     return ["tokens/s, and over plain", "tokens per round", *batches], rows
 
 
+@of("smollm2-drafters-cpu.json")
+def tasks_of_drafters(found):
+    """Tokens per round by task, of all drafters of the real model."""
+    return real_heads(found)
+
+
 def drafter_of(candidate):
     return {"none": "plain", "ngram": "n-grams"}.get(candidate["label"], candidate["label"])
 

@@ -267,7 +267,10 @@ def test_real_model_is_that_of_transformers(real, tmp_path):
 
 @pytest.mark.slow
 @needs_real_file
-@pytest.mark.parametrize("drafter", ["ngram", "smollm2-clover", "ngram+smollm2-clover"])
+@pytest.mark.parametrize(
+    "drafter",
+    ["ngram", "smollm2-clover", "ngram+smollm2-clover", "smollm2-draft", "ngram+smollm2-draft"],
+)
 def test_real_model_chats_and_drafts(real, tmp_path, monkeypatch, capsys, drafter, recwarn):
     monkeypatch.setenv("JAXSPEC_CACHE", str(tmp_path / "cache"))
     convert(real, tmp_path / "out")
