@@ -651,11 +651,12 @@ def check_settings(
     if tree is not None:
         check_kind("tree", tree, Tree, "a BeamTree, BudgetTree or StaticTree, or None")
     ngram = ngram_of(prompt_lookup_min, prompt_lookup_max)
-    for name, given in (("min_confidence", min_confidence), ("prompt_lookup_min", ngram)):
+    of_chains = {"min_confidence": min_confidence, "prompt_lookup_min": prompt_lookup_min}
+    for name, given in of_chains.items():
         if given and tree is not None:
             raise SettingError(
-                f"A {name} and the tree {tree.name} were given for a draft model, which takes it "
-                "for chains only; leave one of them out."
+                f"A {name} of {given:g} and the tree {tree.name} were given; a draft model takes "
+                "the first for chains only, so leave one of them out."
             )
     return min_confidence, tree, *check_kv_window(kv_window, kv_sinks), ngram
 

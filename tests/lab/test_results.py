@@ -106,7 +106,7 @@ def test_rounds_of_a_draft_model(target, draft, length):
 
 def test_rounds_of_an_n_gram(target):
     found = document("ngram-cpu.json")["demo"]
-    wanted = found["emitted_per_round"]
+    wanted = found["with_repetition"]["emitted_per_round"]
     assert of_samples(target, jaxspec.NGram(), 4, found["max_tokens"]) == wanted
 
 
