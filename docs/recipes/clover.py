@@ -24,6 +24,7 @@ def main(target: str, texts: str, out: str):
         parts={"block_part": "attention", "connection": "mlp", "has_normed_inputs": True},
         draft_vocab_size=8192,
         target=target,
+        dtype="float32",  # as the packaged heads were trained
         texts=pathlib.Path(texts),
         target_states=run.with_name(f"{run.name}-states"),
         out=run,

@@ -47,7 +47,7 @@ def teacher_tops(
         "texts": zlib.crc32(np.concatenate([np.asarray(text, np.uint32) for text in texts]).data),
     }
     whose = "another teacher or of other texts"
-    check_origin(path.with_suffix(".json"), path, origin, what="the tops", whose=whose)
+    check_origin(path.with_suffix(".json"), path, origin, what="the likeliest tokens", whose=whose)
     console = Console(stderr=True)
     with path.open("r+b" if path.exists() else "w+b") as file:
         num_known = file.seek(0, 2) // RECORD.itemsize

@@ -58,6 +58,14 @@ def admit(engine, prompts, params, *, draft_length):
         engine.executor.admit_and_prefill(row, request, draft_length=draft_length, arrival=row)
 
 
+def run_poisoned(engine):
+    """One round, with NaN in the slots that the draft model has not read."""
+    state = engine.executor.state
+    poisoned = kv.poison_uncommitted(state.drafter.cache, state.drafter.num_seen)
+    engine.executor.state = state.replace(drafter=state.drafter.replace(cache=poisoned))
+    engine.executor.run(1)
+
+
 @pytest.mark.parametrize("min_confidence", [0.0, 0.25])
 def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models, min_confidence):
     target, draft = models
@@ -73,12 +81,7 @@ def test_the_cache_is_kept_and_equals_a_fresh_prefill_after_any_rollbacks(models
     admit(engine, toy.prompts((1, 9, 30)), SamplingParams(max_tokens=40), draft_length=4)
     draft_lengths = set()
     for _ in range(12):
-        drafter = engine.executor.state.drafter
-        poisoned = kv.poison_uncommitted(drafter.cache, drafter.num_seen)
-        engine.executor.state = engine.executor.state.replace(
-            drafter=drafter.replace(cache=poisoned)
-        )
-        engine.executor.run(1)
+        run_poisoned(engine)
         draft_lengths.add(tuple(np.asarray(engine.executor.state.drafter.num_steps).tolist()))
         assert set(engine.executor.lags().tolist()) <= {0, 1}  # one after full acceptance
         kept, fresh = seen_kv(engine.executor.state, draft)
@@ -120,12 +123,7 @@ def test_what_n_grams_drafted_is_read_too(models, kind):
     admit(engine, toy.prompts((1, 9, 30)), REPEATING, draft_length=4)
     lags, is_right = set(), True
     for _ in range(12):
-        drafter = engine.executor.state.drafter
-        poisoned = kv.poison_uncommitted(drafter.cache, drafter.num_seen)
-        engine.executor.state = engine.executor.state.replace(
-            drafter=drafter.replace(cache=poisoned)
-        )
-        engine.executor.run(1)
+        run_poisoned(engine)
         lags |= set(engine.executor.lags().tolist())
         kept, fresh = seen_kv(engine.executor.state, draft)
         is_right &= np.allclose(kept, fresh, atol=1e-4)
