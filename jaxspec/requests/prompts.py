@@ -299,3 +299,25 @@ def encode_prompts(
         )
         encoded.append(ids[:max_prompt_tokens])
     return encoded
+
+
+def encode_within(
+    max_prompt_tokens: int, lines: Sequence[PromptLine], model: Model, *, is_chat: bool
+) -> list[tuple[PromptLine, tuple[int, ...]]]:
+    """Prompts of at most so many tokens, each with its token ids. Longer ones are cut to their
+    first tokens; those of a chat, which end with the opening of the answer, are left out.
+
+    Raises:
+      PromptError: all were left out; or see `requests.prompt_token_ids`.
+    """
+    if not is_chat:
+        ids = encode_prompts(lines, model, max_prompt_tokens=max_prompt_tokens)
+        return list(zip(lines, ids, strict=True))
+    ids = encode_prompts(lines, model, is_chat=True)
+    kept = [pair for pair in zip(lines, ids, strict=True) if len(pair[1]) <= max_prompt_tokens]
+    if not kept:
+        raise PromptError(
+            f"Every one of the {len(lines)} prompts has more than {max_prompt_tokens} tokens with "
+            "the chat template; give shorter ones."
+        )
+    return kept

@@ -83,7 +83,8 @@ class TrainConfig(TrainSettings):
         texts that it wrote, p is known of its likeliest tokens.
       teacher_states: file for the teacher's hidden states by row, shared by runs with the same
         teacher, documents and seed: the teacher takes two thirds of the training time of a small
-        draft model. Has no effect on texts that the teacher wrote.
+        draft model. Of texts that the teacher wrote, its likeliest tokens are kept in it, which are
+        in `out` otherwise.
       evaluate_tokens: held-out tokens per domain.
     """
 
@@ -364,7 +365,7 @@ class LmTask(Task):
             )
         self._tops = None
         if settings.corpora.is_file():
-            self._domains = [data.Domain(name="texts", source=settings.corpora.name)]
+            self._domains = [data.Domain(name=data.WRITTEN, source=settings.corpora.name)]
             teacher, texts, self._held_out = _read_written(settings, teacher)
             self._tokenizer, self._streams = teacher.tokenizer, [np.concatenate(texts)]
             self._tops = _teacher_tops(settings, teacher, texts)
@@ -404,7 +405,7 @@ class LmTask(Task):
         times = settings.long_rows if num_long else 1
         self._long_plan = self._plan_rows(num_long, times=times, seed=(settings.seed, 1))
         self._states = self._hidden
-        if settings.teacher_states is not None and teacher is not None:
+        if settings.teacher_states is not None and teacher is not None and self._tops is None:
             decisive = ("seed", "domains", "sequence_length", "token_checksums", "teacher_checksum")
             self._states = HiddenStates(
                 settings.teacher_states,
@@ -555,26 +556,30 @@ def _read_written(
     check_writer(texts, path, target=str(settings.teacher), weights=digest)
     settings.out.mkdir(parents=True, exist_ok=True)
     end = data.end_of_text_id(teacher.tokenizer)
-
-    def ended(text: Text, mark: int) -> np.ndarray:
-        """Its tokens, with an end-of-text token at the end; `mark` is added to the prompt's."""
-        ids = [*(token + mark for token in text.prompt), *text.output]
-        return np.array(ids if ids[-1] == end else [*ids, end], np.uint32)
-
     training, held_out = held_out_part(texts.texts, path)
-    return (
-        teacher,
-        [ended(text, 0) for text in training],
-        [np.concatenate([ended(text, int(data.GIVEN)) for text in held_out])],
-    )
+    streams = [_ended(text, end) for text in training]
+    return teacher, streams, [held_out_stream(held_out, end)]
+
+
+def held_out_stream(texts: Sequence[Text], end_of_text: int) -> np.ndarray:
+    """Texts one after the other, in which only what the teacher wrote is measured."""
+    return np.concatenate([_ended(text, end_of_text, mark=int(data.GIVEN)) for text in texts])
+
+
+def _ended(text: Text, end_of_text: int, mark: int = 0) -> np.ndarray:
+    """A text's tokens, with an end-of-text token at the end; `mark` is added to the prompt's."""
+    ids = [*(token + mark for token in text.prompt), *text.output]
+    return np.array(ids if ids[-1] == end_of_text else [*ids, end_of_text], np.uint32)
 
 
 def _teacher_tops(settings: TrainConfig, teacher: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
-    """The teacher's likeliest tokens after each token of the texts, in a file of the run."""
+    """The teacher's likeliest tokens after each token of the texts, in a file."""
     model = LanguageModel(
         name=str(settings.teacher),
         config=teacher.config,
         params=teacher.params,
         kernels=default_kernels(),
     )
-    return teacher_tops(settings.out / _TOPS, packed_model(model), texts)
+    path = settings.teacher_states or settings.out / _TOPS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    return teacher_tops(path, packed_model(model), texts)

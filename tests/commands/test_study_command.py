@@ -21,6 +21,7 @@ from jaxspec.lab.studies.scaling import study
 from jaxspec.lab.studies.scaling.decoding import Decoder, given_prompts, rows_of
 from jaxspec.load.models import load_model
 from jaxspec.training import lm, schedule, trainer
+from jaxspec.training.texts import TextsConfig, read_texts, write_texts
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "docs" / "results" / "scaling-cpu"
@@ -227,6 +228,27 @@ def test_nothing_is_compiled_for_further_drafters_of_a_size(studied):
 
 
 @pytest.mark.slow
+def test_drafters_are_trained_on_texts_that_the_target_wrote(tmp_path, corpora, target, prompts):
+    """The texts alone; the teacher reads them once for all drafters."""
+    written = tmp_path / "texts.jsonl"
+    texts = TextsConfig(
+        target=target, corpora=corpora, out=written, tokens=2000, output_tokens=24, drafter="none"
+    )
+    write_texts(dataclasses.replace(texts, prompt_tokens=(4, 8)))
+    options = options_of(tmp_path / "out", written, target, prompts, layers=(1,), seeds=(0,))
+    options = dataclasses.replace(options, draft_lengths=(1,), batch_sizes=(2,))
+    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it in bfloat16
+        document = options.run(quiet())
+    assert document["holds"]
+    assert sorted(options.out.rglob("*tops")) == [options.out / "teacher" / "tops"]
+    rows = pd.read_parquet(options.out / "rows.parquet")
+    held_out = [text.prompt for text in read_texts(written).texts[::20]]
+    found = scaling.Running(dataclasses.replace(options, resume=True)).prompt_sets[1].token_ids
+    assert all(prompt in held_out for prompt in found)
+    assert rows[rows.prompt_set == "held_out"].prompt.nunique() == len(found) > 0
+
+
+@pytest.mark.slow
 def test_rows_of_ones_own_are_fitted(tmp_path, studied):
     options, document = studied
     command = ["study", "scaling", "--rows", str(options.out / "rows.parquet")]
@@ -283,7 +305,8 @@ def test_the_page_says_how_the_shipped_draft_model_does_beside_the_study():
 
 def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
     def run(**changes):
-        options_of(tmp_path / "out", corpora, target, prompts, **changes).run(quiet())
+        options = options_of(tmp_path / "out", corpora, target, prompts)
+        dataclasses.replace(options, **changes).run(quiet())
 
     cases = [
         ("give numbers that increase", {"tokens": (768, 512), "other_tokens": ()}),
@@ -293,6 +316,7 @@ def test_mistakes_are_named(tmp_path, corpora, target, prompts, capsys):
         ("different numbers", {"seeds": (0, 0)}),
         ("multiples of 32", {"widths": (40,)}),
         ("held_out names novels", {"held_out": ("novels",)}),
+        ("leave one of them out", {"corpora": prompts, "texts": prompts}),
     ]
     for words, changes in cases:
         with pytest.raises(SettingError, match=words):

@@ -17,6 +17,7 @@ from jaxspec.requests.prompts import (
     PromptLine,
     chat_template,
     encode_prompts,
+    encode_within,
     read_prompts,
     sample_prompts,
 )
@@ -162,6 +163,21 @@ def test_bos_is_never_doubled(target):
     for ids in (plain, written, chat):
         assert ids.count(bos) == 1
     assert encode(target, [5, 6]) == [(5, 6)]  # ids are taken as they are
+
+
+def test_long_prompts_are_cut_and_those_of_a_chat_left_out(target):
+    lines = [PromptLine(prompt=text, number=n) for n, text in enumerate(("hi", "hello " * 20), 1)]
+    whole = [encode(target, line.prompt)[0] for line in lines]
+    most = len(whole[1]) - 1
+    found = encode_within(most, lines, target, is_chat=False)
+    assert found == [(lines[0], whole[0]), (lines[1], whole[1][:-1])]
+    [short, long] = encode(target, *(line.prompt for line in lines), is_chat=True)
+    assert encode_within(len(long), lines, target, is_chat=True) == [
+        (lines[0], short), (lines[1], long)
+    ]  # fmt: skip
+    assert encode_within(len(long) - 1, lines, target, is_chat=True) == [(lines[0], short)]
+    with pytest.raises(PromptError, match="Every one of the 2 prompts has more than 1 tokens"):
+        encode_within(1, lines, target, is_chat=True)
 
 
 def test_own_template_is_for_messages_and_for_chat(target):

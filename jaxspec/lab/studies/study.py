@@ -65,7 +65,7 @@ class Study(WorkloadOptions):
         if self.quick:  # requests that a CPU decodes in minutes
             options = dataclasses.replace(
                 self,
-                max_prompt_tokens=min(self.max_prompt_tokens, 64),
+                max_prompt_tokens=min(self.max_prompt_tokens, 128 if self.chat else 64),
                 max_tokens=min(self.max_tokens, 48),
                 repeats=min(self.repeats, 5),
             )

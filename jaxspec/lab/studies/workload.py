@@ -21,7 +21,7 @@ from jaxspec.engine.engine import Engine
 from jaxspec.lab.bench.measure import PairBench
 from jaxspec.lab.studies import published
 from jaxspec.load.models import load_model
-from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
+from jaxspec.requests.prompts import PromptLine, encode_within, load_prompts
 from jaxspec.requests.requests import Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.schedulers import Continuous, Pool, Static
@@ -60,7 +60,7 @@ class WorkloadOptions(PairBench):
     chat: bool = False
     """Take each text prompt as a user's message, and apply the chat template."""
     max_prompt_tokens: NoOption[int] = 1024
-    """Cut longer prompts after this many tokens."""
+    """Cut longer prompts after this many tokens; with `chat`, leave them out."""
     max_tokens: int = 128
     """Tokens emitted per prompt; fewer if the model stops by itself."""
     draft_length: int = 5
@@ -132,15 +132,13 @@ class Workload:
         if self.target.tokenizer is None:
             self.prompts = self.in_file_order = self._random_prompts(len(lines))
         else:
-            self.in_file_order, self.prompts = (
-                encode_prompts(
-                    each,
-                    self.target,
-                    max_prompt_tokens=options.max_prompt_tokens,
-                    is_chat=options.chat,
-                )
-                for each in (lines, _in_turn(lines))
-            )
+            self.in_file_order, self.prompts = map(self._encoded, (lines, _in_turn(lines)))
+
+    def _encoded(self, lines: Sequence[PromptLine]) -> list[tuple[int, ...]]:
+        """Token ids of prompts."""
+        options = self.options
+        kept = encode_within(options.max_prompt_tokens, lines, self.target, is_chat=options.chat)
+        return [ids for _, ids in kept]
 
     def _random_prompts(self, num_prompts: int) -> list[tuple[int, ...]]:
         """Random ids, for a target without a tokenizer."""

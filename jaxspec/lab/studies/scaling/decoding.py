@@ -14,7 +14,7 @@ from jaxspec.lab.studies.scaling.drafters import Drafters
 from jaxspec.lab.studies.scaling.settings import ScalingSettings
 from jaxspec.models.base import LanguageModel
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import encode_prompts, load_prompts
+from jaxspec.requests.prompts import encode_within, load_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import data
 
@@ -48,14 +48,24 @@ def given_prompts(
 ) -> tuple[PromptSet, dict[str, str]]:
     """The prompts that a study was given, and the SHA-256 of their file by its name."""
     lines, inputs = load_prompts(settings.prompts, settings.limit)
-    ids = encode_prompts(lines, target, max_prompt_tokens=settings.max_prompt_tokens)
-    domains = [str(line.fields.get("domain", "")) for line in lines]
-    return PromptSet(name="prompts", domains=domains, token_ids=ids), inputs
+    kept = encode_within(settings.max_prompt_tokens, lines, target, is_chat=settings.chat)
+    domains = [str(line.fields.get("domain", "")) for line, _ in kept]
+    return PromptSet(name="prompts", domains=domains, token_ids=[ids for _, ids in kept]), inputs
 
 
 def held_out_prompts(drafters: Drafters) -> PromptSet:
-    """Beginnings of held-out text, some of each domain."""
-    domains, beginnings = [], []
+    """Beginnings of held-out text, or short prompts of held-out texts that the target wrote: some
+    of each domain."""
+    domains: list[str] = []
+    beginnings: list[list[int]] = []
+    if drafters.held_out_texts:
+        longest = drafters.settings.max_prompt_tokens
+        for text in drafters.held_out_texts:
+            is_full = domains.count(text.domain) == _NUM_HELD_OUT_PROMPTS
+            if len(text.prompt) <= longest and not is_full:
+                domains.append(text.domain)
+                beginnings.append(text.prompt)
+        return PromptSet(name="held_out", domains=domains, token_ids=beginnings)
     for name, stream in drafters.held_out.items():
         length = _HELD_OUT_PROMPT_TOKENS
         windows = data.held_out_windows(stream, length, 4 * length * _NUM_HELD_OUT_PROMPTS)

@@ -17,7 +17,7 @@ from jaxspec.models.base import LanguageModel
 from jaxspec.runtime.directories import write_atomically
 from jaxspec.training import data, lm
 from jaxspec.training.lm_runs import load_run
-from jaxspec.training.texts import check_writer, read_texts
+from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
 from jaxspec.training.trainer import branch_directory, finished_branches
 
 
@@ -63,8 +63,19 @@ class Drafters:
         )
 
     @functools.cached_property
+    def held_out_texts(self) -> list[Text]:
+        """Where the corpora are texts that the target wrote, those that are measured on."""
+        if not self.settings.are_corpora_written:
+            return []
+        path = self.settings.corpora
+        assert path is not None
+        return held_out_part(read_texts(path).texts, path)[1]
+
+    @functools.cached_property
     def held_out(self) -> dict[str, np.ndarray]:
         """Held-out tokens of each domain that is measured on."""
+        if self.held_out_texts:
+            return {data.WRITTEN: lm.held_out_stream(self.held_out_texts, self.end_of_text)}
         out = self.settings.train_config(self.settings.reference, self.settings.seeds[0]).out
         return {
             name: np.asarray(data.map_tokens(out / "tokens" / f"{name}.held_out"))

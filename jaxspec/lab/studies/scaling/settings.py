@@ -13,7 +13,7 @@ from jaxspec.training import data, lm
 from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.trainer import NoOption
 
-WRITTEN = "written"  # the domain of the target's own texts
+_WRITTEN = "written"  # the domain of the target's own texts beside documents
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _TEXTS_SHARE = 0.38  # of the training rows, where the target's own texts are given
 
@@ -43,13 +43,16 @@ class ScalingSettings(Bench):
     target: str = "demo-target"
     """Any model with a tokenizer that `load_model` takes."""
     corpora: pathlib.Path | None = None
-    """Directory of the domains' directories, each with JSONL files, `{"text": ...}` a line."""
+    """Directory of the domains' directories, each with JSONL files, `{"text": ...}` a line; or a
+    file of texts that the target wrote (`jaxspec train texts`), to be trained on alone."""
     domains: tuple[str, ...] = ()
     """NAME[:SOURCE][=WEIGHT] each, as `jaxspec train lm` takes them; default every directory."""
     texts: pathlib.Path | None = None
     """A file of texts that the target wrote (`jaxspec train texts`), to be trained on as well."""
     prompts: pathlib.Path | None = None
     """Prompt file; default the sample prompts."""
+    chat: bool = False
+    """Take each text prompt as a user's message, and apply the chat template."""
     out: pathlib.Path = pathlib.Path("scaling")
     """Directory for the report, the rows, the cells and the trained drafters."""
     rows: pathlib.Path | None = None
@@ -101,7 +104,7 @@ class ScalingSettings(Bench):
     limit: NoOption[int | None] = None
     """Use only the first N prompts."""
     max_prompt_tokens: NoOption[int] = 64
-    """Truncate prompts to this many tokens."""
+    """Truncate prompts to this many tokens; with `chat`, leave longer ones out."""
     max_tokens: NoOption[int] = 64
     """Tokens emitted per prompt; stop tokens are ignored."""
     repeats: NoOption[int] = 5
@@ -158,6 +161,7 @@ class ScalingSettings(Bench):
         out = self.out / "trunks" / f"{shape.name}-seed{seed}"
         # Heads of 64, or of 32 where a width is no multiple of 64.
         head_size = 32 if shape.width % 64 else 64
+        teacher_file = "tops" if self.are_corpora_written else f"seed{seed}.f32"
         return lm.TrainConfig(
             out=out,
             corpora=self.corpora or self.out,
@@ -177,7 +181,7 @@ class ScalingSettings(Bench):
             learning_rate=self.learning_rate,
             warmup_steps=self.warmup_steps,
             teacher=self.target,
-            teacher_states=self.out / "teacher" / f"seed{seed}.f32",
+            teacher_states=self.out / "teacher" / teacher_file,
             seed=seed,
             resume=latest_step(out) is not None,
             evaluate_tokens=self.evaluate_tokens,
@@ -185,12 +189,24 @@ class ScalingSettings(Bench):
         )
 
     @property
+    def are_corpora_written(self) -> bool:
+        """Whether the corpora are a file of texts that the target wrote."""
+        return self.corpora is not None and self.corpora.is_file()
+
+    @property
     def written(self) -> pathlib.Path:
         """The target's own texts, as documents to train on."""
         return self.out / "written.jsonl"
 
     def training_domains(self) -> tuple[str, ...]:
-        """All domains, in the form that training takes."""
+        """All domains, in the form that training takes; none where the target wrote all texts."""
+        if self.are_corpora_written:
+            if self.texts is not None:
+                raise SettingError(
+                    f"--texts {self.texts} was given, and the --corpora {self.corpora} are texts "
+                    "already; leave one of them out."
+                )
+            return self.domains
         names = self.domains or (_STDLIB if self.corpora is None else ())
         if not names:
             found = data.discover_domains(self.corpora or self.out)
@@ -199,17 +215,19 @@ class ScalingSettings(Bench):
             return names
         weight = sum(data.Domain.parse(name).weight for name in names)
         weight *= _TEXTS_SHARE / (1 - _TEXTS_SHARE)
-        return (*names, f"{WRITTEN}:{self.written.resolve()}={weight!r}")
+        return (*names, f"{_WRITTEN}:{self.written.resolve()}={weight!r}")
 
     def held_out_domains(self) -> list[str]:
         """Names of the domains that are measured on."""
         names = [data.Domain.parse(text).name for text in self.training_domains()]
+        if self.are_corpora_written:
+            names = [data.WRITTEN]
         if missing := set(self.held_out).difference(names):
             raise SettingError(
                 f"held_out names {' and '.join(sorted(missing))}, and the domains are "
                 f"{', '.join(names)}; name some of these."
             )
-        return list(self.held_out) or [name for name in names if name != WRITTEN]
+        return list(self.held_out) or [name for name in names if name != _WRITTEN]
 
     def made_quick(self) -> Self:
         """What two cores measure in minutes."""
