@@ -48,7 +48,7 @@ def given_prompts(
 ) -> tuple[PromptSet, dict[str, str]]:
     """The prompts that a study was given, and the SHA-256 of their file by its name."""
     lines, inputs = load_prompts(settings.prompts, settings.limit)
-    kept = encode_within(settings.max_prompt_tokens, lines, target, is_chat=settings.chat)
+    kept = encode_within(settings.longest_prompt, lines, target, is_chat=settings.chat)
     domains = [str(line.fields.get("domain", "")) for line, _ in kept]
     return PromptSet(name="prompts", domains=domains, token_ids=[ids for _, ids in kept]), inputs
 
@@ -59,7 +59,7 @@ def held_out_prompts(drafters: Drafters) -> PromptSet:
     domains: list[str] = []
     beginnings: list[list[int]] = []
     if drafters.held_out_texts:
-        longest = drafters.settings.max_prompt_tokens
+        longest = drafters.settings.longest_prompt
         for text in drafters.held_out_texts:
             is_full = domains.count(text.domain) == _NUM_HELD_OUT_PROMPTS
             if len(text.prompt) <= longest and not is_full:

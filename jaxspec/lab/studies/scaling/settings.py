@@ -103,8 +103,9 @@ class ScalingSettings(Bench):
     """Draft lengths whose rounds are timed at every batch size."""
     limit: NoOption[int | None] = None
     """Use only the first N prompts."""
-    max_prompt_tokens: NoOption[int] = 64
-    """Truncate prompts to this many tokens; with `chat`, leave longer ones out."""
+    max_prompt_tokens: NoOption[int | None] = None
+    """Truncate prompts to this many tokens, default 64; with `chat`, leave longer ones out, default
+    128."""
     max_tokens: NoOption[int] = 64
     """Tokens emitted per prompt; stop tokens are ignored."""
     repeats: NoOption[int] = 5
@@ -187,6 +188,11 @@ class ScalingSettings(Bench):
             evaluate_tokens=self.evaluate_tokens,
             checkpoint_every=500,
         )
+
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens that a prompt has at most."""
+        return self.max_prompt_tokens or (128 if self.chat else 64)
 
     @property
     def are_corpora_written(self) -> bool:
