@@ -639,6 +639,42 @@ def emitted_per_round(prompts, label):
     return f"{tokens / rounds:.2f}"
 
 
+# ------------------------------------------------------------------------------------- papers.md
+
+
+@of("smollm2-study-cpu.json")
+def claims_of_eqspec(found):
+    return ["what the paper claims", "the paper", "here", "reproduced"], [
+        [each["claim"], each["paper"], each["ours"], each["reproduced"]] for each in found["claims"]
+    ]
+
+
+@of("smollm2-heads-cpu.json")
+def clover_over_medusa(found):
+    names = {"Medusa": "medusa", "Clover": "clover"}
+    shares_of = [one(found["accuracy"], drafter=name, domain="all") for name in names.values()]
+    emitted_by = [one(found["acceptance"], drafter=name) for name in names.values()]
+    rows = [
+        [label, shares(own["top1"]), shares(own["top5"]), f"{per_round['emitted_per_round']:.2f}"]
+        for label, own, per_round in zip(names, shares_of, emitted_by, strict=True)
+    ]
+    medusa, clover = shares_of
+    leads = (
+        ", ".join(
+            f"{100 * (ours / theirs - 1):+.0f} %"
+            for ours, theirs in zip(clover[top], medusa[top], strict=True)
+        )
+        for top in ("top1", "top5")
+    )
+    beyond = (emitted_by[1]["emitted_per_round"] - 1) / (emitted_by[0]["emitted_per_round"] - 1)
+    rows.append(["Clover over Medusa", *leads, f"{100 * (beyond - 1):+.0f} % beyond the first"])
+    heads = "first to fourth head"
+    return ["", f"@1, {heads}", f"@5, {heads}", "tokens per round, 4 nodes"], rows
+
+
+TABLES["memory_of_smollm2"] = ("smollm2-memory-cpu.json",), TABLES["memory_of_chats"][1]
+
+
 @of("demo-cpu.json")
 def demo(found):
     rows = []

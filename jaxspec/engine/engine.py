@@ -29,6 +29,7 @@ from jaxspec.requests.completions import Completion, Completions
 from jaxspec.requests.requests import Params, Prompt, Request, make_requests
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.compilation import Compiled, OnProgram
+from jaxspec.runtime.documents import public_name
 from jaxspec.runtime.environment import autotuned, noted_kernels
 from jaxspec.runtime.values import check_callable, check_kind, flag, text
 from jaxspec.types import DecodeState, PyTree
@@ -571,8 +572,8 @@ def _described(engine: Engine) -> dict[str, Any]:
         if tried_window is not None:
             rounds_in_window = engine.adaptive.rounds_by_variant.get(1, 0)
     return {
-        "target": engine.target.name,
-        "drafter": drafter.name if drafter else "none",
+        "target": public_name(engine.target.name),
+        "drafter": public_name(drafter.name) if drafter else "none",
         "kv_dtype": kv_dtype_of(engine.target),
         "draft_kv_dtype": kv_dtype_of(getattr(drafter, "model", None)),
         "is_synthetic": bool(drafter and drafter.is_synthetic),

@@ -357,43 +357,26 @@ class LmTask(Task):
 
     def __init__(self, settings: TrainConfig):
         super().__init__(settings)
-        teacher = None if settings.teacher is None else load_teacher(settings.teacher)
-        if teacher is not None and teacher.config.draft_vocabulary:
-            raise ModelError(
-                f"The teacher {settings.teacher} is itself a draft model of "
-                f"{len(teacher.config.draft_vocabulary)} tokens; name the model that it drafts for."
-            )
-        self._tops = None
-        if settings.corpora.is_file():
-            self._domains = [data.Domain(name=data.WRITTEN, source=settings.corpora.name)]
-            teacher, texts, self._held_out = _read_written(settings, teacher)
-            self._tokenizer, self._streams = teacher.tokenizer, [np.concatenate(texts)]
-            self._tops = _teacher_tops(settings, teacher, texts)
-        else:
-            self._domains = [data.Domain.parse(text) for text in settings.domains]
-            self._domains = self._domains or data.discover_domains(settings.corpora)
-            self._tokenizer, self._streams, self._held_out = _prepare(
-                settings, self._domains, None if teacher is None else teacher.tokenizer
-            )
-        self._end_of_text = data.end_of_text_id(self._tokenizer)
+        teacher = self._teacher = _read_teacher(settings)
+        corpus = self._corpus = _read_corpus(settings, teacher)
+        self._end_of_text = data.end_of_text_id(corpus.tokenizer)
         # A teacher's vocabulary may be padded beyond its tokenizer's.
         self._model = settings.model_config(
-            self._tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
+            corpus.tokenizer.get_vocab_size() if teacher is None else teacher.config.vocab_size
         )
         if settings.draft_vocab_size is not None:
             size = self._model.vocab_size
-            ids = data.most_frequent(self._streams, size, settings.draft_vocab_size)
+            ids = data.most_frequent(corpus.streams, size, settings.draft_vocab_size)
             self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
-        self._teacher = teacher
         self.loss = LmLoss(self._model, None)
         if teacher is not None:
             dtype = jnp.dtype(teacher.params["embedding"].dtype).name
             self.loss = LmLoss(self._model, teacher.config, dtype)
-        self.frozen = () if teacher is None or self._tops is not None else teacher.params
+        self.frozen = () if teacher is None or corpus.written else teacher.params
         self.optimizer = make_optimizer(weight_decay=_WEIGHT_DECAY)
         self.about = {"model": self._model.to_json()}
         self.fingerprint = settings.decisive() | {
-            "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in self._streams],
+            "token_checksums": [zlib.crc32(np.ascontiguousarray(s).data) for s in corpus.streams],
             "teacher_checksum": None if teacher is None else checkpoints.checksum(teacher.params),
             "num_query_heads": self._model.num_query_heads,
             "num_kv_heads": self._model.num_kv_heads,
@@ -404,15 +387,8 @@ class LmTask(Task):
         num_long = settings.num_long_steps(ends[-1])
         times = settings.long_rows if num_long else 1
         self._long_plan = self._plan_rows(num_long, times=times, seed=(settings.seed, 1))
-        self._states = self._hidden
-        if settings.teacher_states is not None and teacher is not None and self._tops is None:
-            decisive = ("seed", "domains", "sequence_length", "token_checksums", "teacher_checksum")
-            self._states = HiddenStates(
-                settings.teacher_states,
-                shape=(settings.num_rows, settings.sequence_length, teacher.config.width),
-                origin={name: self.fingerprint[name] for name in decisive},
-                compute=self._hidden,
-            )
+        self._states = self._kept_states() or self._hidden
+        self._tops = _teacher_tops(settings, teacher, corpus.written) if corpus.written else None
 
     @classmethod
     def may_replace(cls, product: pathlib.Path) -> bool:
@@ -442,8 +418,9 @@ class LmTask(Task):
 
     def export(self, params: PyTree, out: pathlib.Path) -> dict[str, Any]:
         """Writes the Hugging Face checkpoint, and measures it on held-out texts."""
-        write_atomically(out / TOKENIZER, self._tokenizer.to_str(pretty=True).encode())
-        export.write_hugging_face(out / self.PRODUCT, self._model, params, self._tokenizer)
+        tokenizer = self._corpus.tokenizer
+        write_atomically(out / TOKENIZER, tokenizer.to_str(pretty=True).encode())
+        export.write_hugging_face(out / self.PRODUCT, self._model, params, tokenizer)
         settings = self.settings
         length = settings.max_length if settings.long_fraction else settings.sequence_length
         figures: dict[str, Any] = {
@@ -458,11 +435,24 @@ class LmTask(Task):
             }
         return figures
 
+    def _kept_states(self) -> HiddenStates | None:
+        """The teacher's hidden states of documents, if they are kept in a file."""
+        settings, teacher = self.settings, self._teacher
+        if settings.teacher_states is None or teacher is None or self._corpus.written:
+            return None
+        decisive = ("seed", "domains", "sequence_length", "token_checksums", "teacher_checksum")
+        return HiddenStates(
+            settings.teacher_states,
+            shape=(settings.num_rows, settings.sequence_length, teacher.config.width),
+            origin={name: self.fingerprint[name] for name in decisive},
+            compute=self._hidden,
+        )
+
     def _plan_rows(self, num_steps: int, *, times: int, seed: tuple[int, ...]) -> data.Plan:
         """Rows of so many times `sequence_length`."""
         return data.plan_rows(
-            [len(stream) for stream in self._streams],
-            [domain.weight for domain in self._domains],
+            [len(stream) for stream in self._corpus.streams],
+            [domain.weight for domain in self._corpus.domains],
             num_steps=num_steps,
             num_rows=self.settings.num_rows // times,
             length=self.settings.sequence_length * times,
@@ -473,7 +463,8 @@ class LmTask(Task):
         """Raises `SettingError` if a domain has too little text."""
         if (epochs := self.settings.epochs) is None:
             return
-        for index, (domain, stream) in enumerate(zip(self._domains, self._streams, strict=True)):
+        corpus = self._corpus
+        for index, (domain, stream) in enumerate(zip(corpus.domains, corpus.streams, strict=True)):
             needed = self._plan.length * int(np.sum(self._plan.stream == index))
             if needed > epochs * len(stream):
                 raise SettingError(
@@ -484,7 +475,7 @@ class LmTask(Task):
                 )
 
     def _rows(self, plan: data.Plan, index: int) -> data.Batch:
-        return data.pack(data.cut(plan, self._streams, index), self._end_of_text)
+        return data.pack(data.cut(plan, self._corpus.streams, index), self._end_of_text)
 
     def _top_rows(self, tops: np.ndarray) -> TopRows:
         """`RECORD`s `[B, T + 1]` of a step, of which the last of a row is not needed."""
@@ -504,7 +495,7 @@ class LmTask(Task):
 
     def _windows(self, length: int) -> Iterator[tuple[str, np.ndarray]]:
         """Held-out windows of every domain."""
-        for domain, stream in zip(self._domains, self._held_out, strict=True):
+        for domain, stream in zip(self._corpus.domains, self._corpus.held_out, strict=True):
             most, count = min(length, len(stream) - 1), self.settings.evaluate_tokens
             yield domain.name, data.held_out_windows(stream, most, count)
 
@@ -515,11 +506,48 @@ class LmTask(Task):
         }
 
 
-def _prepare(
-    settings: TrainConfig, domains: Sequence[data.Domain], tokenizer: tokenizers.Tokenizer | None
-) -> tuple[tokenizers.Tokenizer, list[np.ndarray], list[np.ndarray]]:
-    """Tokenizer, and per domain the training and the held-out token stream; without a teacher's
-    tokenizer, one is trained."""
+class Corpus(NamedTuple):
+    """What is trained on and measured on.
+
+    Attributes:
+      tokenizer: of all texts.
+      domains: where they come from.
+      streams: training tokens of each domain.
+      held_out: held-out tokens of each domain.
+      written: the training texts one by one, if the teacher wrote them.
+    """
+
+    tokenizer: tokenizers.Tokenizer
+    domains: Sequence[data.Domain]
+    streams: Sequence[np.ndarray]
+    held_out: Sequence[np.ndarray]
+    written: Sequence[np.ndarray] = ()
+
+
+def _read_teacher(settings: TrainConfig) -> Run | None:
+    """The teacher, if there is one."""
+    if settings.teacher is None:
+        return None
+    teacher = load_teacher(settings.teacher)
+    if teacher.config.draft_vocabulary:
+        raise ModelError(
+            f"The teacher {settings.teacher} is itself a draft model of "
+            f"{len(teacher.config.draft_vocabulary)} tokens; name the model that it drafts for."
+        )
+    return teacher
+
+
+def _read_corpus(settings: TrainConfig, teacher: Run | None) -> Corpus:
+    """Texts that the teacher wrote, or documents."""
+    if settings.corpora.is_file():
+        return _read_written(settings, teacher)
+    return _read_documents(settings, None if teacher is None else teacher.tokenizer)
+
+
+def _read_documents(settings: TrainConfig, tokenizer: tokenizers.Tokenizer | None) -> Corpus:
+    """The documents of the domains; without a teacher's tokenizer, one is trained."""
+    domains = [data.Domain.parse(text) for text in settings.domains]
+    domains = domains or data.discover_domains(settings.corpora)
     out = settings.out
     splits = [data.read_documents(each, settings.corpora, settings.exclude) for each in domains]
     texts = [[[text for _, text in part] for part in split] for split in splits]
@@ -536,14 +564,11 @@ def _prepare(
         stem = out / "tokens" / domain.name
         streams.append(data.write_tokens(stem.with_suffix(".train"), train_texts, tokenizer))
         held_out.append(data.write_tokens(stem.with_suffix(".held_out"), held_out_texts, tokenizer))
-    return tokenizer, streams, held_out
+    return Corpus(tokenizer, domains, streams, held_out)
 
 
-def _read_written(
-    settings: TrainConfig, teacher: Run | None
-) -> tuple[Run, list[np.ndarray], list[np.ndarray]]:
-    """The teacher, the texts that it wrote and that are trained on, and the held-out stream, in
-    which only what the teacher wrote is measured."""
+def _read_written(settings: TrainConfig, teacher: Run | None) -> Corpus:
+    """The texts that the teacher wrote."""
     path = settings.corpora
     if teacher is None or settings.domains or settings.exclude:
         given = "without the teacher that wrote them" if teacher is None else "with domains"
@@ -554,11 +579,16 @@ def _read_written(
     texts = read_texts(path)
     digest = weights_digest(teacher.params)
     check_writer(texts, path, target=str(settings.teacher), weights=digest)
-    settings.out.mkdir(parents=True, exist_ok=True)
     end = data.end_of_text_id(teacher.tokenizer)
     training, held_out = held_out_part(texts.texts, path)
     streams = [_ended(text, end) for text in training]
-    return teacher, streams, [held_out_stream(held_out, end)]
+    return Corpus(
+        tokenizer=teacher.tokenizer,
+        domains=[data.Domain(name=data.WRITTEN, source=path.name)],
+        streams=[np.concatenate(streams)],
+        held_out=[held_out_stream(held_out, end)],
+        written=streams,
+    )
 
 
 def held_out_stream(texts: Sequence[Text], end_of_text: int) -> np.ndarray:
@@ -572,8 +602,11 @@ def _ended(text: Text, end_of_text: int, mark: int = 0) -> np.ndarray:
     return np.array(ids if ids[-1] == end_of_text else [*ids, end_of_text], np.uint32)
 
 
-def _teacher_tops(settings: TrainConfig, teacher: Run, texts: Sequence[np.ndarray]) -> np.ndarray:
+def _teacher_tops(
+    settings: TrainConfig, teacher: Run | None, texts: Sequence[np.ndarray]
+) -> np.ndarray:
     """The teacher's likeliest tokens after each token of the texts, in a file."""
+    assert teacher is not None
     model = LanguageModel(
         name=str(settings.teacher),
         config=teacher.config,

@@ -1,4 +1,5 @@
-"""The prompts that drafters are trained on are none of those that they are measured with."""
+"""The recipes: prompts to train on are none of those that are measured with; a FlexDraft drafter
+without its calibration."""
 
 import importlib.util
 import json
@@ -6,7 +7,13 @@ import os
 import pathlib
 import re
 
+import jax
+import numpy as np
 import pytest
+
+from jaxspec.kernels.base import unpacked
+from jaxspec.load.drafters import make_drafter
+from jaxspec.load.models import load_model
 
 ROOT = pathlib.Path(__file__).parents[2]
 DATA = pathlib.Path(os.environ.get("JAXSPEC_TEST_DATA", ROOT.parent / "shared" / "data"))
@@ -18,9 +25,13 @@ TEST_SETS = {
 }
 WORDS = 13  # in a row that two texts have in common only if one has them from the other
 
-pytestmark = pytest.mark.skipif(
-    not all((DATA / name).is_file() for name in TEST_SETS), reason="the data is not here"
-)
+
+def recipe(name):
+    """A recipe as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/recipes/{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def runs_of_words(text):
@@ -30,6 +41,8 @@ def runs_of_words(text):
 
 @pytest.fixture(scope="module")
 def measured_with():
+    if not all((DATA / name).is_file() for name in TEST_SETS):
+        pytest.skip("the data is not here")
     found = set()
     for name, field in TEST_SETS.items():
         for line in (DATA / name).read_text(encoding="utf-8").splitlines():
@@ -40,12 +53,9 @@ def measured_with():
 
 
 @pytest.fixture(scope="module")
-def trained_on(tmp_path_factory):
-    spec = importlib.util.spec_from_file_location("prompts", ROOT / "docs/recipes/prompts.py")
-    recipe = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(recipe)
+def trained_on(tmp_path_factory, measured_with):
     out = tmp_path_factory.mktemp("recipe") / "prompts.jsonl"
-    recipe.main(str(DATA), str(out))
+    recipe("prompts").main(str(DATA), str(out))
     return [json.loads(line)["prompt"] for line in out.open(encoding="utf-8")]
 
 
@@ -57,3 +67,15 @@ def test_no_prompt_is_in_a_test_set(trained_on, measured_with):
 def test_a_question_that_leaks_is_seen(measured_with):
     line = (DATA / "prompts/gsm8k/test.jsonl").read_text(encoding="utf-8").splitlines()[3]
     assert runs_of_words(f"Please solve: {json.loads(line)['question']}") & measured_with
+
+
+def test_a_drafter_without_its_calibration(tmp_path):
+    recipe("uncalibrated").main("demo-target", "demo-flexdraft", str(tmp_path / "out"))
+    target = load_model("demo-target")
+    whole, without = (
+        unpacked(make_drafter(f"flexdraft:{name}", target).params)
+        for name in ("demo-flexdraft", tmp_path / "out")
+    )
+    assert not any(leaf.any() for leaf in jax.tree.leaves(without.pop("calibrator")))
+    assert any(leaf.any() for leaf in jax.tree.leaves(whole.pop("calibrator")))
+    jax.tree.map(np.testing.assert_array_equal, whole, without)

@@ -238,7 +238,7 @@ def test_a_draft_model_learns_from_texts(target, tmp_path):
         assert any(training[at : at + 33] == [*row, labels[-1]] for at in range(len(training)))
     assert rows.weights.tolist() == (rows.inputs != tiny.EOS).astype(float).tolist()
     # What is measured is what the target wrote after prompts of six tokens.
-    windows = task._held_out[0][: 6 * 19].reshape(6, 19)
+    windows = task._corpus.held_out[0][: 6 * 19].reshape(6, 19)
     held_out = data.pack(windows, tiny.EOS)
     assert held_out.inputs.tolist() == [ids[:-1] for ids in whole[::20]]
     assert held_out.weights.tolist() == [[0.0] * 5 + [1.0] * 13] * 6

@@ -24,7 +24,7 @@ from jaxspec.lab.plan.request import Search
 from jaxspec.load.models import load_model
 from jaxspec.models.base import with_kv_dtype
 from jaxspec.requests.completions import Completion
-from jaxspec.requests.prompts import PromptLine, load_prompts
+from jaxspec.requests.prompts import PromptLine, encode_prompts, load_prompts
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.runtime.report import Columns
 from jaxspec.runtime.turns import take_turns
@@ -63,6 +63,7 @@ def memory(
     draft: str = "demo-draft",
     dtype: Dtype = "float32",
     prompts: pathlib.Path | None = None,
+    chat: bool = False,
     device: str = "h200",
     max_tokens: int = 128,
     repeats: int = 3,
@@ -76,11 +77,13 @@ def memory(
       dtype: Dtype of parameters, compute and cache.
       prompts: File of questions, one per line, with one or more `turns`; default the sample
         prompts, with one turn.
+      chat: Put turns and answers through the chat template; otherwise they are lines of one text.
       device: As in `jaxspec plan`; a document of `jaxspec bench decode` from this machine is best.
       max_tokens: Tokens emitted per turn; EOS is ignored.
       repeats: Timed turns of each engine; medians are reported.
     """
-    ask = functools.partial(_ask, SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+    ask = functools.partial(_ask, params, is_chat=chat)
     lines, files = load_prompts(prompts, turns="all")
     model, draft_model = (load_model(name, dtype=dtype) for name in (target, draft))
     plan_for = functools.partial(
@@ -160,6 +163,8 @@ def memory(
                 "speeds": turns.ratios(name, over=WITHOUT),
                 "less_than_baseline": 1 - needed / in_all,
                 "less_without_draft_logits": 1 - needed / without_draft_logits,
+                "num_prompt_tokens": sum(len(done.prompt_token_ids) for done in found),
+                "num_reused_tokens": sum(done.num_reused_tokens for done in found),
                 "num_reread_tokens": sum(done.num_reread_tokens for done in found),
                 "num_turns": len(found),
                 "num_equal_turns": _num_equal(found, turns.results[WITHOUT]),
@@ -187,7 +192,9 @@ def memory(
     }
 
 
-def _ask(params: SamplingParams, engine: Engine, lines: Sequence[PromptLine]) -> list[Completion]:
+def _ask(
+    params: SamplingParams, engine: Engine, lines: Sequence[PromptLine], *, is_chat: bool
+) -> list[Completion]:
     """Asks all turns of all questions, one question after another; a turn that does not fit,
     and those after it, are left out."""
     found = []
@@ -195,9 +202,10 @@ def _ask(params: SamplingParams, engine: Engine, lines: Sequence[PromptLine]) ->
         answers: list[str] = []
         with engine.session() as session:
             for _ in range(line.num_turns):
-                turn = line.turn(answers, is_chat=False)
+                turn = line.turn(answers, is_chat=is_chat)
                 try:
-                    done = session.generate(turn.prompt, params)
+                    [prompt] = encode_prompts([turn], engine.target, is_chat=is_chat)
+                    done = session.generate(prompt, params)
                 except PromptError:
                     break
                 found.append(done)

@@ -246,4 +246,4 @@ def _serving(cells: Cells) -> tuple[str, str]:
     p90 = {name: found[name]["latency_s"]["p90"] for name in NAMED}
     listed = ", ".join(f"{'plain' if n == PLAIN else n} {s:.2f}" for n, s in p90.items())
     ours = f"batch {found['EXSPEC']['batch_size']}, P90 s: {listed}"
-    return ours, "yes" if p90["EXSPEC"] > p90["EQSPEC"] else "no"
+    return ours, _graded(p90["EXSPEC"] / p90["EQSPEC"], yes=1.2, in_part=1.05)
