@@ -672,6 +672,47 @@ def clover_over_medusa(found):
     return ["", f"@1, {heads}", f"@5, {heads}", "tokens per round, 4 nodes"], rows
 
 
+@of("smollm2-flexdraft-cpu.json#parts")
+def parts_of_flexdraft(found):
+    header = ["", "tokens per round", "beyond one, of the first line's", "difference, 95 %"]
+    rows = []
+    for own in found["acceptance"]:
+        name = {"draft": "`smollm2-draft`"}.get(own["drafter"], own["drafter"])
+        is_first = own is found["acceptance"][0]
+        more = ["", ""] if is_first else [f"{own['over_first']:.2f}", interval(own["difference"])]
+        rows.append([name, f"{own['emitted_per_round']:.2f}", *more])
+    return header, rows
+
+
+@of("smollm2-flexdraft-cpu.json#modes")
+def modes_of_flexdraft(found):
+    sizes = 1, 2, 4, 8
+    rows = []
+    for mode in ("sequential", "parallel"):
+        timed = [one(found["costs"], drafter=mode, batch_size=size) for size in sizes]
+        rows.append([mode, *(ms(each["round_ms"]) for each in timed)])
+    over = [one(found["costs"], drafter="parallel", batch_size=size) for size in sizes]
+    ratios = ("{:.2f} ({:.2f} to {:.2f})".format(*each["round_over_first"]) for each in over)
+    return batches(sizes), [*rows, ["parallel over sequential", *ratios]]
+
+
+@of("smollm2-scaling-cpu.json")
+def scaling_of_smollm2(found):
+    rows = []
+    for size in ("1x128", "2x128", "4x128"):
+        main, greedy = (axes[f"tokens, {size}"] for axes in axes_of(found))
+        figures = (
+            each
+            for axis in (main, greedy)
+            for each in (*taus(axis), interval(axis["slope_per_decade"]))
+        )
+        rows.append([size.replace("x", " x "), *figures])
+    tokens = [f"{point['x'] / 1e3:.0f} k" for point in main["points"]]
+    slope = "slope per decade"
+    header = ["layers x width", f"`rejection`: {tokens[0]}", *tokens[1:], slope]
+    return [*header, f"greedy: {tokens[0]}", *tokens[1:], slope], rows
+
+
 TABLES["memory_of_smollm2"] = ("smollm2-memory-cpu.json",), TABLES["memory_of_chats"][1]
 
 
