@@ -678,8 +678,9 @@ def parts_of_flexdraft(found):
     rows = []
     for own in found["acceptance"]:
         name = {"draft": "`smollm2-draft`"}.get(own["drafter"], own["drafter"])
-        is_first = own is found["acceptance"][0]
-        more = ["", ""] if is_first else [f"{own['over_first']:.2f}", interval(own["difference"])]
+        more = ["", ""]
+        if own is not found["acceptance"][0]:
+            more = [f"{own['over_first']:.2f}", interval(own["difference"], "+.3f")]
         rows.append([name, f"{own['emitted_per_round']:.2f}", *more])
     return header, rows
 
