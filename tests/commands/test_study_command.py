@@ -28,6 +28,14 @@ SHIPPED = ROOT / "docs" / "results" / "scaling-cpu"
 TOKENS = (512, 768, 1024)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def standard_promotion():
+    """The models here are in bfloat16, and JAX lowers the gradients of its own attention in it only
+    with its standard promotion."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory):
     return write_corpus(tmp_path_factory.mktemp("corpora"))
@@ -237,8 +245,7 @@ def test_drafters_are_trained_on_texts_that_the_target_wrote(tmp_path, corpora, 
     write_texts(dataclasses.replace(texts, prompt_tokens=(4, 8)))
     options = options_of(tmp_path / "out", written, target, prompts, layers=(1,), seeds=(0,))
     options = dataclasses.replace(options, draft_lengths=(1,), batch_sizes=(2,))
-    with jax.numpy_dtype_promotion("standard"):  # JAX's own attention needs it in bfloat16
-        document = options.run(quiet())
+    document = options.run(quiet())
     assert document["holds"]
     assert sorted(options.out.rglob("*tops")) == [options.out / "teacher" / "tops"]
     rows = pd.read_parquet(options.out / "rows.parquet")
