@@ -397,6 +397,15 @@ def test_a_disk_that_is_full_is_told(tmp_path, corpora):
     assert not list(tokens.iterdir())
 
 
+@pytest.fixture
+def standard_promotion():
+    """JAX lowers the gradients of its own attention in bfloat16 only with its standard promotion;
+    a teacher's directory is loaded in bfloat16."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.mark.usefixtures("standard_promotion")
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
     """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
     exported = load_teacher(str(trained[0] / "model"))
@@ -430,6 +439,7 @@ def test_a_model_is_written_before_it_is_measured(tmp_path, corpora, trained, mo
     assert export.is_hugging_face(config.out / "model")
 
 
+@pytest.mark.usefixtures("standard_promotion")
 def test_a_draft_vocabulary_has_the_most_frequent_tokens(tmp_path, corpora, trained):
     teacher = str(trained[0] / "model")
     config = tiny(
