@@ -10,6 +10,7 @@ import re
 import statistics
 
 from jaxspec.audit.controls.faults import FAULTS
+from jaxspec.lab.studies.claims import graded
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
@@ -673,10 +674,6 @@ def clover_over_medusa(found):
 
 
 CLAIMS = ["what the paper claims", "the paper", "here", "reproduced"]
-
-
-def graded(value, *, yes, in_part):
-    return "yes" if value > yes else "in part" if value > in_part else "no"
 
 
 @of("smollm2-heads-cpu.json", *REAL_DRAFTERS)

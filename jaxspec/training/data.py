@@ -29,7 +29,7 @@ from jaxspec.runtime.directories import write_atomically
 END_OF_TEXT = "<|endoftext|>"
 # What separates documents in the vocabularies of teachers.
 _ENDS_OF_TEXT = (END_OF_TEXT, "<|end_of_text|>", "<|eot_id|>", "</s>", "<eos>")
-WRITTEN = "texts"  # the domain of texts that the teacher wrote
+TEXTS = "texts"  # the domain of texts that the teacher wrote
 GIVEN = np.uint32(2**31)  # added to the ids of tokens whose prediction is not measured: prompts
 _HELD_OUT_PERCENT = 3
 _STDLIB = "stdlib"

@@ -584,7 +584,7 @@ def _read_written(settings: TrainConfig, teacher: Run | None) -> Corpus:
     streams = [_ended(text, end) for text in training]
     return Corpus(
         tokenizer=teacher.tokenizer,
-        domains=[data.Domain(name=data.WRITTEN, source=path.name)],
+        domains=[data.Domain(name=data.TEXTS, source=path.name)],
         streams=[np.concatenate(streams)],
         held_out=[held_out_stream(held_out, end)],
         written=streams,

@@ -79,3 +79,13 @@ def test_a_drafter_without_its_calibration(tmp_path):
     assert not any(leaf.any() for leaf in jax.tree.leaves(without.pop("calibrator")))
     assert any(leaf.any() for leaf in jax.tree.leaves(whole.pop("calibrator")))
     jax.tree.map(np.testing.assert_array_equal, whole, without)
+
+
+def test_questions_of_every_kind_of_task(tmp_path, measured_with):
+    out = tmp_path / "questions.jsonl"
+    recipe("questions").main(str(DATA / "spec_bench/question.jsonl"), "24", str(out))
+    found = [json.loads(line) for line in out.open(encoding="utf-8")]
+    assert len({question["question_id"] for question in found}) == 24
+    kinds = [question["category"] for question in found]
+    for kind in ("translation", "summarization", "qa", "math_reasoning", "rag"):
+        assert kinds.count(kind) == 4

@@ -397,15 +397,6 @@ def test_a_disk_that_is_full_is_told(tmp_path, corpora):
     assert not list(tokens.iterdir())
 
 
-@pytest.fixture
-def standard_promotion():
-    """JAX lowers the gradients of its own attention in bfloat16 only with its standard promotion;
-    a teacher's directory is loaded in bfloat16."""
-    with jax.numpy_dtype_promotion("standard"):
-        yield
-
-
-@pytest.mark.usefixtures("standard_promotion")
 def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, distilled):
     """The Hugging Face directory that the run wrote teaches as the run does, but for rounding."""
     exported = load_teacher(str(trained[0] / "model"))
@@ -420,7 +411,8 @@ def test_any_model_that_can_be_loaded_is_a_teacher(tmp_path, corpora, trained, d
     params = decoder.init_params(padded, jax.random.key(0), np.float32)
     export.write_hugging_face(wide, padded, params, own.tokenizer)
     config = tiny(tmp_path / "draft", corpora, teacher=str(wide), width=8, tokens=768)
-    result = lm.train_lm(config)
+    with jax.numpy_dtype_promotion("standard"):  # for gradients of JAX's attention in bfloat16
+        result = lm.train_lm(config)
     assert result["acceptance"].keys() == distilled[1]["acceptance"].keys()
     assert load_run(config.out).config.vocab_size == padded.vocab_size
     tiny_models.save(tmp_path, "no-tokenizer")
@@ -439,14 +431,14 @@ def test_a_model_is_written_before_it_is_measured(tmp_path, corpora, trained, mo
     assert export.is_hugging_face(config.out / "model")
 
 
-@pytest.mark.usefixtures("standard_promotion")
 def test_a_draft_vocabulary_has_the_most_frequent_tokens(tmp_path, corpora, trained):
     teacher = str(trained[0] / "model")
     config = tiny(
         tmp_path / "out", corpora, teacher=teacher, draft_vocab_size=40, long_fraction=0.0
     )
     losses = []
-    result = lm.train_lm(config, on_step=lambda _, metrics: losses.append(metrics["loss"]))
+    with jax.numpy_dtype_promotion("standard"):  # for gradients of JAX's attention in bfloat16
+        result = lm.train_lm(config, on_step=lambda _, metrics: losses.append(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
     streams = [data.map_tokens(config.out / "tokens" / f"{d}.train") for d in ("tales", "sums")]
     counts = np.bincount(np.concatenate(streams), minlength=300)

@@ -67,7 +67,8 @@ def _listed(by_size: dict[int, float], form: str) -> str:
     return ", ".join(f"{form.format(value)} at {size}" for size, value in by_size.items())
 
 
-def _graded(value: float, *, yes: float, in_part: float) -> str:
+def graded(value: float, *, yes: float, in_part: float) -> str:
+    """`yes`, `in part` or `no`, by the values above which a claim is reproduced, or in part."""
     return "yes" if value > yes else "in part" if value > in_part else "no"
 
 
@@ -158,7 +159,7 @@ def _exspec_is_faster(cells: Cells) -> tuple[str, str]:
     ratio = exspec["tokens_per_s"] / eqspec["tokens_per_s"]
     rounds = exspec["schedule"]["num_rounds"] / eqspec["schedule"]["num_rounds"]
     ours = f"{ratio:.2f}x at batch {eqspec['batch_size']}, in {rounds:.2f}x the rounds"
-    return ours, _graded(ratio, yes=1.3, in_part=1.05)
+    return ours, graded(ratio, yes=1.3, in_part=1.05)
 
 
 @_claim(
@@ -218,7 +219,7 @@ def _exspec_scales(cells: Cells) -> tuple[str, str]:
         found[8][f"{s}tokens_per_s"] / found[1][f"{s}tokens_per_s"] for s in ("", "plain_")
     )
     ours = f"{own:.1f}x its own batch 1 at batch 8; plain decoding {plain:.1f}x"
-    return ours, _graded(own, yes=2.5, in_part=1.5)
+    return ours, graded(own, yes=2.5, in_part=1.5)
 
 
 @_claim(
@@ -246,4 +247,4 @@ def _serving(cells: Cells) -> tuple[str, str]:
     p90 = {name: found[name]["latency_s"]["p90"] for name in NAMED}
     listed = ", ".join(f"{'plain' if n == PLAIN else n} {s:.2f}" for n, s in p90.items())
     ours = f"batch {found['EXSPEC']['batch_size']}, P90 s: {listed}"
-    return ours, _graded(p90["EXSPEC"] / p90["EQSPEC"], yes=1.2, in_part=1.05)
+    return ours, graded(p90["EXSPEC"] / p90["EQSPEC"], yes=1.2, in_part=1.05)

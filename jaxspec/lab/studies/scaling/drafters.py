@@ -75,7 +75,7 @@ class Drafters:
     def held_out(self) -> dict[str, np.ndarray]:
         """Held-out tokens of each domain that is measured on."""
         if self.held_out_texts:
-            return {data.WRITTEN: lm.held_out_stream(self.held_out_texts, self.end_of_text)}
+            return {data.TEXTS: lm.held_out_stream(self.held_out_texts, self.end_of_text)}
         out = self.settings.train_config(self.settings.reference, self.settings.seeds[0]).out
         return {
             name: np.asarray(data.map_tokens(out / "tokens" / f"{name}.held_out"))
