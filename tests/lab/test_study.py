@@ -180,6 +180,14 @@ def test_the_page_has_every_claim_table_and_plot(committed, tmp_path):
     assert page.count("<img") == 3
 
 
+def test_the_claims_of_a_real_model_follow_from_its_cells():
+    path = RESULTS.parents[1] / "smollm2-study-cpu.json"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    assert check_claims(found["cells"]) == found["claims"]
+    del found["cells"]["grouping"]
+    assert check_claims(found["cells"]) != found["claims"]
+
+
 def test_claims_follow_the_figures(committed):
     """Each answer changes with the cells that it is drawn from."""
     cells = copy.deepcopy(committed["cells"])
