@@ -188,7 +188,7 @@ def test_an_engine_of_names_and_what_it_prints(tmp_path):
     assert named.target.name == path
     assert isinstance(named.drafter, jaxspec.DraftModel)
     assert (named.verifier, named.scheduler) == (jaxspec.Rejection(), jaxspec.Static())
-    assert f"{path} with drafter draft_model:{path}: verifier rejection, sche" in repr(named)
+    assert "Engine of model with drafter draft_model:model: verifier rejection, sche" in repr(named)
     assert len(repr(named.target)) < len(path) + 80
     plain = jaxspec.Engine(TARGET, "none", **shape)
     assert plain.drafter is None
