@@ -105,8 +105,11 @@ class Peer:
         if is_late:
             raise PeerError(f"no answer after {timeout_s:g} s")
         self._errors.seek(0)
-        said = self._errors.read().strip().splitlines()
-        raise PeerError(f"it ended with {self._process.wait()}: {said[-1][:300] if said else ''}")
+        said = self._errors.read().strip().splitlines() or [""]
+        error = said[-1]
+        if error.startswith("Node.js v"):  # below the error and where it arose
+            error = next((line for line in said if "Error" in line), error)
+        raise PeerError(f"it ended with {self._process.wait()}: {error.strip()[:300]}")
 
     def close(self) -> None:
         """Ends the process."""

@@ -1,12 +1,13 @@
 // llama.cpp through node-llama-cpp (npm install node-llama-cpp), plain, on a GGUF file.
 // Started in a directory with node_modules, as `node peer_llama_cpp.mjs SETTINGS`; see protocol.py.
+import {readFileSync} from "node:fs";
 import {createRequire} from "node:module";
 import readline from "node:readline";
 import {pathToFileURL} from "node:url";
 
 const require = createRequire(`${process.cwd()}/`);
 const {getLlama} = await import(pathToFileURL(require.resolve("node-llama-cpp")));
-const {version} = require("node-llama-cpp/package.json");
+const {version} = JSON.parse(readFileSync("node_modules/node-llama-cpp/package.json"));
 const settings = JSON.parse(process.argv[2]);
 if (settings.drafter !== "none") {
     console.error("node-llama-cpp's n-gram drafter is not measured");
