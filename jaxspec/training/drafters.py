@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -10,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import xxhash
 
@@ -18,11 +20,16 @@ from jaxspec.checkpoint.manifest import kind_of
 from jaxspec.errors import ModelError, SettingError
 from jaxspec.load.drafters import save_drafter
 from jaxspec.load.models import load_model
+from jaxspec.models.base import LanguageModel, packed_model
 from jaxspec.models.config import ModelConfig
+from jaxspec.runtime.directories import check_can_write_into
+from jaxspec.runtime.locks import only_writer
 from jaxspec.training.schedule import Branch
+from jaxspec.training.teacher_states import TextStates
+from jaxspec.training.text_passes import TextPasses
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
-from jaxspec.training.trainer import NoOption, Task, TrainSettings
+from jaxspec.training.trainer import NoOption, OnStep, Task, TrainSettings, train
 from jaxspec.types import PyTree
 
 NUM_EVALUATED = 64  # held-out texts that are measured during a run; at its end, all are
@@ -39,14 +46,20 @@ class DrafterTrainConfig(TrainSettings, abc.ABC):
         twentieth of `texts` is held out.
       dtype: the dtype in which target and drafter are computed; None is the target's own.
         Parameters and optimizer are float32.
+      target_states: directory for the target's hidden states, in bfloat16, 2 E bytes per token of
+        the texts: the target reads each text once, and not in every pass over the texts and every
+        run, which is most of the training time of heads and a third of FlexDraft's.
     """
 
-    FREE: ClassVar[tuple[str, ...]] = (*TrainSettings.FREE, "target", "texts", "held_out")
+    FREE: ClassVar[tuple[str, ...]] = (
+        *TrainSettings.FREE, "target", "texts", "held_out", "target_states"
+    )  # fmt: skip
 
     target: str
     texts: pathlib.Path
     held_out: pathlib.Path | None = None
     dtype: NoOption[Literal["float32", "bfloat16"] | None] = None
+    target_states: pathlib.Path | None = None
 
     @abc.abstractmethod
     def drafter_config(self, target: ModelConfig) -> Any:
@@ -69,7 +82,8 @@ class Split(NamedTuple):
 
 class DrafterTask(Task):
     """A drafter that is trained on its target's texts, beside the frozen target. `PRODUCT` is its
-    kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced.
+    kind. The loss gets the texts of a step, a `TextBatch`, unless `batch` is replaced. It has the
+    target's hidden states if these are kept.
 
     Attributes:
       target: as it is loaded; `frozen` are its parameters.
@@ -96,6 +110,22 @@ class DrafterTask(Task):
             "target_weights": digest,
             "texts": xxhash.xxh3_128(written).hexdigest(),
         }
+        self._states = None
+        if settings.target_states is not None and self.num_read_layers:
+            read = _first_layers(self.target, self.num_read_layers)
+            self._states = TextStates(
+                settings.target_states,
+                width=self.target.config.width,
+                num_layers=self.num_read_layers,
+                target_weights=digest,
+                compute=TextPasses(
+                    packed_model(read),
+                    lambda params, hidden, window: hidden,
+                    longest=settings.sequence_length,
+                    name="the target's hidden states",
+                ),
+            )
+        self.fingerprint["target_states"] = None if self._states is None else "bfloat16"
 
     @classmethod
     def may_replace(cls, product: pathlib.Path) -> bool:
@@ -106,6 +136,11 @@ class DrafterTask(Task):
         """Whether a text can be trained on: a token of its output could be drafted, as two come
         before it, within a row."""
         return self.length_of(text) > max(len(text.prompt), 2)
+
+    @property
+    def num_read_layers(self) -> int:
+        """The number of the target's layers after which the drafter reads its hidden states."""
+        return self.target.config.num_layers
 
     @abc.abstractmethod
     def drafter(self, params: PyTree) -> Any:
@@ -144,9 +179,12 @@ class DrafterTask(Task):
         return range(index * num_rows, (index + 1) * num_rows)
 
     def texts_of(self, index: int) -> TextBatch:
-        """The texts of a step."""
+        """The texts of a step, with the target's hidden states if these are kept."""
         rows = [[self.split.training[text] for text in self._rows[n]] for n in self.places(index)]
-        return pack_texts(rows, self.settings.sequence_length)
+        batch = pack_texts(rows, self.settings.sequence_length)
+        if self._states is None:
+            return batch
+        return batch.replace(features=jnp.asarray(self._states(batch), self.target.dtype))
 
     def cast(self, params: PyTree) -> PyTree:
         """Parameters in the target's dtype."""
@@ -186,6 +224,22 @@ class DrafterTask(Task):
         return Split(*held_out_part(training, settings.texts), num_skipped)
 
 
+def train_drafter(
+    task: type[DrafterTask], config: DrafterTrainConfig, on_step: OnStep | None
+) -> dict[str, Any]:
+    """`trainer.train`, while no other process uses the directory of hidden states.
+
+    Raises:
+      SettingError: that directory cannot be written into, or another process uses it.
+    """
+    with contextlib.ExitStack() as stack:
+        if (states := config.target_states) is not None:
+            check_can_write_into(states)
+            states.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(only_writer(states.resolve()))
+        return train(task, config, on_step=on_step)
+
+
 def plan_rows(
     settings: DrafterTrainConfig, texts: Sequence[Text], num_rows: int
 ) -> list[list[int]]:
@@ -204,3 +258,15 @@ def plan_rows(
 def text_lengths(texts: Iterable[Text], row_length: int) -> list[int]:
     """Number of tokens of each text, at most that of a row."""
     return [min(len(text.prompt) + len(text.output), row_length) for text in texts]
+
+
+def _first_layers(model: LanguageModel, number: int) -> LanguageModel:
+    """The model without its later layers."""
+    if number == model.config.num_layers:
+        return model
+    windows = model.config.sliding_windows[:number]
+    config = dataclasses.replace(
+        model.config, num_layers=number, sliding_windows=windows if any(windows) else ()
+    )
+    params = {**model.params, "layers": model.params["layers"][:number]}
+    return dataclasses.replace(model, config=config, params=params)

@@ -23,7 +23,7 @@ from jaxspec.drafters.flexdraft.formulas import calibration
 from jaxspec.kernels.base import attention_inputs, precision_of
 from jaxspec.kernels.training import training_product
 from jaxspec.models import decoder, layers
-from jaxspec.training.teacher_forcing import target_parts
+from jaxspec.training.teacher_forcing import target_features, target_parts
 from jaxspec.training.text_rows import TextBatch
 
 Params: TypeAlias = Mapping[str, Any]
@@ -98,17 +98,20 @@ def clean_keys_values(
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Rotated keys and values, `[B, T, KV heads, H]` each, of the texts in every deep layer; a
     position is the place in the row."""
-    target, deep = config.target, range(config.first_deep_layer, config.target.num_layers)
-    hidden = decoder.training_features(target, target_params, texts.tokens, texts.segments, deep)
+    target, first = config.target, config.first_deep_layer
+    hidden = target_features(target, target_params, texts, first)
     places = jnp.arange(texts.tokens.shape[1], dtype=jnp.int32)
     angles = layers.rotary_angles(target.rope, jnp.broadcast_to(places, texts.tokens.shape))
     made = []
-    for index, layer_index in enumerate(deep):
+    for layer_index in range(first, target.num_layers):
         layer = target_params["layers"][layer_index]
         norm = {"norm": layer["attention_norm"], "epsilon": target.norm_epsilon}
-        qkv = training_product(hidden[:, :, index], layer["qkv"], **norm)
+        qkv = training_product(hidden, layer["qkv"], **norm)
         _, keys, values = attention_inputs(qkv, angles, **layers.attention_settings(target, layer))
         made.append((keys, values))
+        hidden = decoder.training_layers(
+            target, target_params, hidden, texts.segments, start=layer_index, stop=layer_index + 1
+        )
     return made
 
 

@@ -28,6 +28,7 @@ from jaxspec.training.drafters import (
     DrafterTask,
     DrafterTrainConfig,
     text_lengths,
+    train_drafter,
 )
 from jaxspec.training.dual_path import (
     BlockBatch,
@@ -46,7 +47,6 @@ from jaxspec.training.trainer import (
     OnStep,
     check_positive,
     make_optimizer,
-    train,
     weighted_mean,
 )
 from jaxspec.types import PyTree
@@ -69,7 +69,8 @@ class FlexTrainConfig(DrafterTrainConfig):
       rank: the rank of the calibrator.
       anchors: number of blocks that are drafted in a row, at new random places in every pass.
       learning_rate: the peak for the draft projectors, which start as copies of the target's.
-      new_learning_rate: the same for the mask and the calibrator.
+      new_learning_rate: the same for the mask and the calibrator; None is three times
+        `learning_rate`.
     """
 
     tokens: int = 1_000_000
@@ -79,14 +80,13 @@ class FlexTrainConfig(DrafterTrainConfig):
     rank: int | None = None
     anchors: NoOption[int] = 64
     learning_rate: float = 2e-4
-    new_learning_rate: NoOption[float] = 6e-4
+    new_learning_rate: NoOption[float | None] = None
 
     def __post_init__(self):
         super().__post_init__()
         check_positive(self, "layers", "rank", "anchors", "block")
-        check_between(
-            "new_learning_rate", self.new_learning_rate, 0, LARGEST_RATE, excludes_least=True
-        )
+        if (rate := self.new_learning_rate) is not None:
+            check_between("new_learning_rate", rate, 0, LARGEST_RATE, excludes_least=True)
         if self.has_branches or self.minutes is not None:
             what = f"tokens is {self.tokens}"
             if self.minutes is not None:
@@ -115,7 +115,7 @@ def train_flexdraft(config: FlexTrainConfig, *, on_step: OnStep | None = None) -
     fields of `FlexAccuracy` for all texts and by domain), and `flexdraft` (the drafter's
     directory).
     """
-    return train(FlexTask, config, on_step=on_step)
+    return train_drafter(FlexTask, config, on_step)
 
 
 def init_flexdraft(config: FlexConfig, target_params: Params, key: jax.Array) -> dict[str, Any]:
@@ -209,7 +209,13 @@ class FlexTask(DrafterTask):
     def __init__(self, settings: FlexTrainConfig):
         super().__init__(settings)
         self.loss = FlexLoss(self.config)
-        self.optimizer = make_flex_optimizer(settings.new_learning_rate / settings.learning_rate)
+        rate = settings.new_learning_rate or 3 * settings.learning_rate
+        self.optimizer = make_flex_optimizer(rate / settings.learning_rate)
+
+    @property
+    def num_read_layers(self) -> int:
+        """Those below the deep layers."""
+        return self.config.first_deep_layer
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """The target's projectors, and a calibrator that adds nothing yet."""

@@ -17,7 +17,7 @@ from jaxspec.drafters.trees import StaticTree, best_static_tree
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import Program
 from jaxspec.sampling import without_nan
-from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
+from jaxspec.training.teacher_forcing import run_heads, target_features, target_parts
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.types import PyTree
@@ -202,7 +202,7 @@ def _ranks(
     token_map = params.get("token_map")
     head_map = token_map if config.shares_head else None
     target = target_parts(target_config, target_params, head_map)
-    features = last_features(target_config, target_params, batch)
+    features = target_features(target_config, target_params, batch)
     ranks = []
     for index, made in enumerate(run_heads(config, params, target, features, batch, token_map)):
         logits = without_nan(head_logits(config, params, target, index, made.hidden))

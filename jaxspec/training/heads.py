@@ -6,10 +6,8 @@ have gradients.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -29,17 +27,16 @@ from jaxspec.drafters.heads.drafter import Heads
 from jaxspec.drafters.heads.formulas import Params, head_logits
 from jaxspec.errors import SettingError
 from jaxspec.models import decoder
-from jaxspec.models.base import packed_model
 from jaxspec.models.config import ModelConfig
-from jaxspec.runtime.directories import check_can_write_into
-from jaxspec.runtime.locks import only_writer
 from jaxspec.training.data import most_frequent
-from jaxspec.training.drafters import NUM_EVALUATED, DrafterTask, DrafterTrainConfig
+from jaxspec.training.drafters import (
+    NUM_EVALUATED,
+    DrafterTask,
+    DrafterTrainConfig,
+    train_drafter,
+)
 from jaxspec.training.head_accuracy import RankedText, accuracy_of, best_trees, rank_texts
-from jaxspec.training.schedule import Branch
-from jaxspec.training.teacher_forcing import last_features, run_heads, target_parts
-from jaxspec.training.teacher_states import TextStates
-from jaxspec.training.text_passes import TextPasses
+from jaxspec.training.teacher_forcing import run_heads, target_features, target_parts
 from jaxspec.training.text_rows import TextBatch, shifted
 from jaxspec.training.texts import Text
 from jaxspec.training.trainer import (
@@ -47,7 +44,6 @@ from jaxspec.training.trainer import (
     OnStep,
     check_positive,
     make_optimizer,
-    train,
     weighted_mean,
 )
 from jaxspec.types import PyTree
@@ -79,20 +75,16 @@ class HeadsTrainConfig(DrafterTrainConfig):
         the target's.
       draft_vocab_size: propose only so many tokens, the most frequent in what the target wrote, so
         that a head reads only their columns of the target's; None for all.
-      target_states: directory for the target's hidden states, in bfloat16, 2 E bytes per token of
-        the texts: the target is run over each text once, and not in every pass over the texts and
-        every run, which is most of the training time of heads.
     """
 
     # Of these, the parts are compared as "drafter".
-    FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts", "target_states")
+    FREE: ClassVar[tuple[str, ...]] = (*DrafterTrainConfig.FREE, "parts")
 
     kind: Kind
     num_heads: int | None = None
     num_layers: int | None = None
     parts: NoOption[Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     draft_vocab_size: int | None = None
-    target_states: pathlib.Path | None = None
 
     def __post_init__(self):
         super().__post_init__()
@@ -126,12 +118,7 @@ def train_heads(config: HeadsTrainConfig, *, on_step: OnStep | None = None) -> d
     static tree by its number of nodes) and `tokens_per_round` (with these trees, on the held-out
     texts), and `heads` (the drafter's directory).
     """
-    with contextlib.ExitStack() as stack:
-        if (states := config.target_states) is not None:
-            check_can_write_into(states)
-            states.parent.mkdir(parents=True, exist_ok=True)
-            stack.enter_context(only_writer(states.resolve()))
-        return train(HeadsTask, config, on_step=on_step)
+    return train_drafter(HeadsTask, config, on_step)
 
 
 def init_heads(
@@ -227,7 +214,7 @@ class HeadsLoss:
         config = self.heads
         token_map = None if self.token_map is None else jnp.array(self.token_map)
         target = target_parts(self.target, frozen, token_map)
-        features = last_features(self.target, frozen, batch)
+        features = target_features(self.target, frozen, batch)
         params = jax.tree.map(lambda leaf: leaf.astype(features.dtype), params)
         regressed = distribution = None
         if config.kind == "clover2":
@@ -267,27 +254,6 @@ class HeadsTask(DrafterTask):
             self._token_map = most_frequent(written, self.config.vocab_size, count)
         self.loss = HeadsLoss(self.config, self.target.config, self._token_map)
         self.optimizer = make_optimizer()
-        self._states = None
-        if settings.target_states is not None:
-            self._states = TextStates(
-                settings.target_states,
-                width=self.config.width,
-                target_weights=self.fingerprint["target_weights"],
-                compute=TextPasses(
-                    packed_model(self.target),
-                    lambda params, hidden, window: hidden,
-                    longest=settings.sequence_length,
-                    name="the target's hidden states",
-                ),
-            )
-        self.fingerprint["target_states"] = None if self._states is None else "bfloat16"
-
-    def batch(self, index: int, end: Branch | None) -> TextBatch:
-        """The texts of a step, with the target's hidden states if these are kept."""
-        batch = self.texts_of(index)
-        if self._states is None:
-            return batch
-        return batch.replace(features=jnp.asarray(self._states(batch), self.target.dtype))
 
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the

@@ -69,13 +69,15 @@ def target_parts(
     )
 
 
-def last_features(config: ModelConfig, params: Params, batch: TextBatch) -> jax.Array:
-    """The target's hidden states `[B, T, E]` after its last layer, not yet normed: those that the
-    batch has, or computed."""
+def target_features(
+    config: ModelConfig, params: Params, batch: TextBatch, num_layers: int | None = None
+) -> jax.Array:
+    """The target's hidden states `[B, T, E]` after so many layers (None is all), not yet normed:
+    those that the batch has, or computed."""
     if batch.features is not None:
         return batch.features
-    last = (config.num_layers,)
-    return decoder.training_features(config, params, batch.tokens, batch.segments, last)[:, :, 0]
+    taps = (config.num_layers if num_layers is None else num_layers,)
+    return decoder.training_features(config, params, batch.tokens, batch.segments, taps)[:, :, 0]
 
 
 def run_heads(

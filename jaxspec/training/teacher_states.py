@@ -68,7 +68,8 @@ class HiddenStates:
 
 
 class TextStates:
-    """A target's last hidden states of texts, in a directory: bfloat16, 2 E bytes per token.
+    """A target's hidden states of texts after one of its layers, in a directory: bfloat16, 2 E
+    bytes per token.
 
     A text is known by its tokens, and its states depend on nothing else in its row, so each is
     computed once, whatever rows it is packed into, and by whatever run. States are only appended,
@@ -77,11 +78,12 @@ class TextStates:
     Args:
       directory: of the files, which one process at a time may use.
       width: E.
+      num_layers: the number of layers after which they are taken.
       target_weights: the `weights_digest` of the target.
       compute: computes the states `[T, E]` of texts, given by their tokens, in order.
 
     Raises:
-      CheckpointError: the directory holds the states of another target, or other files.
+      CheckpointError: the directory holds the states of another target or layer, or other files.
     """
 
     def __init__(
@@ -89,13 +91,15 @@ class TextStates:
         directory: pathlib.Path,
         *,
         width: int,
+        num_layers: int,
         target_weights: str,
         compute: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]],
     ):
         self._data, self._index = directory / "states.bf16", directory / "index.txt"
         self._width, self._compute = width, compute
-        origin = {"width": width, "target_weights": target_weights}
-        check_origin(directory / "about.json", self._data, origin, whose="another target")
+        origin = {"width": width, "num_layers": num_layers, "target_weights": target_weights}
+        whose = "another target or of another layer"
+        check_origin(directory / "about.json", self._data, origin, whose=whose)
         self._starts: dict[str, int] = {}
         self._num_tokens = 0
         if self._index.is_file():

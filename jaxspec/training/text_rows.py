@@ -22,7 +22,8 @@ class TextBatch(struct.PyTreeNode, kw_only=True):
       tokens: int32, prompts and outputs; 0 in padding.
       segments: int32, the index of each token's text within its row; -1 in padding.
       is_output: bool, whether the target wrote the token.
-      features: `[B, T, E]`, the target's hidden states after its last layer, if they are known.
+      features: `[B, T, E]`, the target's hidden states after the layer that the drafter reads, if
+        they are known.
     """
 
     tokens: jax.Array

@@ -25,7 +25,7 @@ from jaxspec.training.head_accuracy import (
     rank_texts,
 )
 from jaxspec.training.heads import HeadsLoss, init_heads
-from jaxspec.training.teacher_forcing import labels_of, last_features, run_heads, target_parts
+from jaxspec.training.teacher_forcing import labels_of, run_heads, target_features, target_parts
 from jaxspec.training.text_rows import fill_rows, pack_texts
 from jaxspec.training.texts import Text
 from jaxspec.training.trainer import TrainState, make_optimizer, train_step
@@ -73,7 +73,7 @@ def random_heads(kind, **fields):
 def logits_in_training(config, params, batch):
     """`[D, B, T, V]` of the heads on a packed batch."""
     target = target_parts(TARGET, target_params())
-    features = last_features(TARGET, target_params(), batch)
+    features = target_features(TARGET, target_params(), batch)
     made = run_heads(config, params, target, features, batch)
     return [head_logits(config, params, target, i, each.hidden) for i, each in enumerate(made)]
 
@@ -248,7 +248,7 @@ def test_own_heads_begin_as_the_targets():
 def read_by_the_loss(config, params, batch):
     """The target's normed states and distribution, and what every head makes."""
     target = target_parts(TARGET, target_params())
-    features = last_features(TARGET, target_params(), batch)
+    features = target_features(TARGET, target_params(), batch)
     normed = target.final_norm(features)
     made = [each.hidden for each in run_heads(config, params, target, features, batch)]
     return normed, jax.nn.softmax(target.head(normed)), made

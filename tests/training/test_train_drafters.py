@@ -14,6 +14,7 @@ from training.test_trainer import Stopped, stop_after
 from training.test_training import are_equal
 from written import write_texts
 
+import jaxspec
 from jaxspec.drafters.trees import StaticTree
 from jaxspec.engine.engine import Engine
 from jaxspec.errors import CheckpointError, JaxspecError, ModelError, SettingError
@@ -182,7 +183,7 @@ def test_states_of_others_are_refused_and_kept(tmp_path, target, texts):
     about, data = states / "about.json", states / "states.bf16"
     kept = data.read_bytes()
     about.write_text(about.read_text().replace('"width": 32', '"width": 31'))
-    with pytest.raises(CheckpointError, match="hidden states of another target; remove it"):
+    with pytest.raises(CheckpointError, match="of another target or of another layer; remove"):
         train(other)
     about.unlink()
     with pytest.raises(CheckpointError, match=r"and no about.json that says what"):
@@ -190,6 +191,34 @@ def test_states_of_others_are_refused_and_kept(tmp_path, target, texts):
     assert data.read_bytes() == kept
     with pytest.raises(SettingError, match="Nothing can be written into"):
         train(dataclasses.replace(other, target_states=texts))
+
+
+def test_flexdraft_reads_states_below_its_layers(tmp_path):
+    model = tiny.model(text=tiny.tokenizer())
+    deeper = dataclasses.replace(
+        model,
+        config=dataclasses.replace(model.config, num_layers=2),
+        params={**model.params, "layers": 2 * tuple(model.params["layers"])},
+    )
+    jaxspec.save_model(deeper, tmp_path / "target")
+    target = str(tmp_path / "target")
+    texts = write_texts(tmp_path / "texts.jsonl", target)
+
+    def losses_of(name, **how):
+        losses = []
+        settings = config("flexdraft", tmp_path / name, target, texts, **how)
+        train(settings, on_step=lambda _, m: losses.append(m["loss"]))
+        return losses
+
+    states = tmp_path / "states"
+    kept, alone = losses_of("kept", target_states=states), losses_of("alone")
+    assert json.loads((states / "about.json").read_text())["num_layers"] == 1
+    np.testing.assert_allclose(kept, alone, rtol=2e-3)
+    with pytest.raises(CheckpointError, match="of another layer; remove it"):
+        train(config("heads", tmp_path / "heads", target, texts, target_states=states))
+    # Without layers below there is nothing to keep.
+    losses_of("whole", layers=2, target_states=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.parametrize(
