@@ -27,8 +27,8 @@ from jaxspec.training.teacher_forcing import target_features, target_parts
 from jaxspec.training.text_rows import TextBatch
 
 Params: TypeAlias = Mapping[str, Any]
-# Most logits in memory at a time; as many blocks are processed together as fit.
-_MAX_LOGITS = 2**27
+# Most logits at a time; as many blocks are processed together as fit. More of them were slower.
+_MAX_LOGITS = 2**24
 
 
 class BlockBatch(struct.PyTreeNode, kw_only=True):
@@ -162,23 +162,33 @@ def score_blocks(
     tokens, is_label = _labels(batch, config.block_size)
     parts = target_parts(config.target, target_params)
 
-    def score(block: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
-        hidden, tokens = block  # [B, K, E] and [B, K]
+    def score(blocks: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, ...]:
+        hidden, tokens = blocks  # [B, n, K, E] and [B, n, K]
         normed = parts.final_norm(hidden)
         logits = parts.head(normed)
-        bonus = decoder.embed(target_params, tokens[:, 0])
-        added = calibration(params["calibrator"], bonus, normed[:, 1:], training_product)
-        calibrated = _score(logits[:, 1:] + added, tokens[:, 1:])
-        return *_score(logits, tokens), *(jnp.pad(x, ((0, 0), (1, 0))) for x in calibrated)
+        bonus = decoder.embed(target_params, tokens[..., 0])
+        added = calibration(params["calibrator"], bonus, normed[..., 1:, :], training_product)
+        calibrated = _score(logits[..., 1:, :] + added, tokens[..., 1:])
+        before = [(0, 0), (0, 0), (1, 0)]
+        return *_score(logits, tokens), *(jnp.pad(x, before) for x in calibrated)
 
-    by_block = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), (hidden, tokens))
-    block_logits = tokens.shape[0] * config.block_size * config.target.vocab_size
-    num_together = max(1, _MAX_LOGITS // block_logits)
-    is_whole = num_together >= tokens.shape[1]
-    scored = jax.lax.map(
-        score if is_whole else jax.checkpoint(score), by_block, batch_size=num_together
+    num_rows, num_blocks, block = tokens.shape
+    num_together = max(1, _MAX_LOGITS // (num_rows * block * config.target.vocab_size))
+    num_chunks = next(
+        n
+        for n in range(1, num_blocks + 1)
+        if num_blocks % n == 0 and num_blocks // n <= num_together
     )
-    scored = (jnp.moveaxis(x, 0, 1) for x in scored)
+
+    def chunks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(num_rows, num_chunks, -1, *x.shape[2:]), 1, 0)
+
+    # Chunks of blocks, not single ones that are batched: the gradients of weights would then be
+    # made for each block before they are added.
+    scored = jax.lax.map(
+        score if num_chunks == 1 else jax.checkpoint(score), (chunks(hidden), chunks(tokens))
+    )
+    scored = (jnp.moveaxis(x, 0, 1).reshape(tokens.shape) for x in scored)
     loss, is_right, calibrated_loss, is_right_calibrated = scored
     return BlockScores(loss, calibrated_loss, is_right, is_right_calibrated, is_label)
 
