@@ -228,7 +228,6 @@ def test_flexdraft_reads_states_below_its_layers(tmp_path):
         ("medusa", {"shares_head": False}),
         pytest.param("medusa", {}, marks=pytest.mark.slow),
         pytest.param("hydra", {"shares_head": False}, marks=pytest.mark.slow),
-        pytest.param("clover2", {}, marks=pytest.mark.slow),
     ],
 )
 def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, kind, parts):
@@ -249,6 +248,31 @@ def test_heads_learn_to_draft_some_tokens(tmp_path, target, texts, kind, parts):
     # Of the other tokens none can be right.
     share = sum(count for token, count in written.items() if token in tokens) / written.total()
     assert 0 < result["held_out"]["all"]["top1"][0] < share + 0.05
+
+
+@pytest.mark.slow
+def test_clover2_learns_what_its_target_says(tmp_path):
+    # Clover-2 learns the target's distribution, so the target must prefer some tokens, and have
+    # written the texts.
+    model = tiny.model(text=tiny.tokenizer())
+    params = {**model.params, "final_norm": 3 * model.params["final_norm"]}
+    jaxspec.save_model(dataclasses.replace(model, params=params), tmp_path / "target")
+    target = str(tmp_path / "target")
+    texts = write_texts(tmp_path / "texts.jsonl", target)
+    header, *lines = map(json.loads, texts.read_text().splitlines())
+    engine = Engine(target, "none", batch_size=20, max_length=64)
+    sampling = {"max_tokens": 12, "ignore_eos": True}
+    outputs = engine.generate([text["prompt"] for text in lines], sampling)
+    for text, output in zip(lines, outputs, strict=True):
+        text["output"] = list(output.token_ids)
+    written = collections.Counter(token for text in lines for token in text["output"])
+    for path, split in ((texts, "train"), (tmp_path / "same.jsonl", "held-out")):
+        made = [header | {"split": split}, *lines]
+        path.write_text("".join(json.dumps(line) + "\n" for line in made))
+    given = {"kind": "clover2", "tokens": 64 * 96, "held_out": tmp_path / "same.jsonl"}
+    result = train(config("heads", tmp_path / "run", target, texts, **given))
+    commonest = max(written.values()) / written.total()
+    assert result["held_out"]["all"]["top1"][0] > 2 * commonest
 
 
 @pytest.mark.parametrize("name", NAMES)
