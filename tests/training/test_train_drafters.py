@@ -272,7 +272,7 @@ def test_clover2_learns_what_its_target_says(tmp_path):
     given = {"kind": "clover2", "tokens": 64 * 96, "held_out": tmp_path / "same.jsonl"}
     result = train(config("heads", tmp_path / "run", target, texts, **given))
     commonest = max(written.values()) / written.total()
-    assert result["held_out"]["all"]["top1"][0] > 2 * commonest
+    assert result["held_out"]["all"]["top1"][0] > 1.5 * commonest
 
 
 @pytest.mark.parametrize("name", NAMES)
