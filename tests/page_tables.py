@@ -657,14 +657,14 @@ def claims_of_eqspec(found):
 
 @of("smollm2-heads-cpu.json")
 def clover_over_medusa(found):
-    names = {"Medusa": "medusa", "Clover": "clover"}
+    names = {"Medusa": "medusa", "Hydra": "hydra", "Clover": "clover"}
     shares_of = [one(found["accuracy"], drafter=name, domain="all") for name in names.values()]
     emitted_by = [one(found["acceptance"], drafter=name) for name in names.values()]
     rows = [
         [label, shares(own["top1"]), shares(own["top5"]), f"{per_round['emitted_per_round']:.2f}"]
         for label, own, per_round in zip(names, shares_of, emitted_by, strict=True)
     ]
-    medusa, clover = shares_of
+    medusa, _, clover = shares_of
     leads = (
         ", ".join(
             f"{100 * (ours / theirs - 1):+.0f} %"
@@ -672,7 +672,7 @@ def clover_over_medusa(found):
         )
         for top in ("top1", "top5")
     )
-    beyond = (emitted_by[1]["emitted_per_round"] - 1) / (emitted_by[0]["emitted_per_round"] - 1)
+    beyond = (emitted_by[2]["emitted_per_round"] - 1) / (emitted_by[0]["emitted_per_round"] - 1)
     rows.append(["Clover over Medusa", *leads, f"{100 * (beyond - 1):+.0f} % beyond the first"])
     heads = "first to fourth head"
     return ["", f"@1, {heads}", f"@5, {heads}", "tokens per round, 4 nodes"], rows
