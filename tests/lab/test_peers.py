@@ -83,6 +83,13 @@ def test_an_engine_whose_outputs_change_is_seen(found):
     assert lines[1, "vllm, ngram"]["arithmetic"] == "integers"
 
 
+def test_the_error_of_node_stands_above_its_version(tmp_path):
+    said = "at resolve:3\\n\\nError [NOT_EXPORTED]: no such path\\n  at a:9\\n\\nNode.js v20"
+    command = (sys.executable, "-c", f"import sys; sys.exit('{said}')")
+    with pytest.raises(peers.PeerError, match=r"^it ended with 1: Error \[NOT_EXPORTED\]: no such"):
+        peers.Peer(command, {}, tmp_path)
+
+
 def test_the_row_of_an_engine_that_fails_says_why_and_the_rest_goes_on(found):
     document, lines, printed, _ = found
     assert lines[1, "openvino, plain"]["why"] == "outputs of 5 to 5 tokens instead of 6"
