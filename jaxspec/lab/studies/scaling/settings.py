@@ -13,7 +13,7 @@ from jaxspec.training import data, lm
 from jaxspec.training.checkpoints import latest_step
 from jaxspec.training.trainer import NoOption
 
-WRITTEN = "written"  # the domain of the target's own texts beside documents
+_WRITTEN = "written"  # the domain of the target's own texts beside documents
 _STDLIB = ("code:stdlib",)  # where no corpora are given
 _TEXTS_SHARE = 0.38  # of the training rows, where the target's own texts are given
 
@@ -221,7 +221,7 @@ class ScalingSettings(Bench):
             return names
         weight = sum(data.Domain.parse(name).weight for name in names)
         weight *= _TEXTS_SHARE / (1 - _TEXTS_SHARE)
-        return (*names, f"{WRITTEN}:{self.written.resolve()}={weight!r}")
+        return (*names, f"{_WRITTEN}:{self.written.resolve()}={weight!r}")
 
     def held_out_domains(self) -> list[str]:
         """Names of the domains that are measured on."""
@@ -233,7 +233,7 @@ class ScalingSettings(Bench):
                 f"held_out names {' and '.join(sorted(missing))}, and the domains are "
                 f"{', '.join(names)}; name some of these."
             )
-        return list(self.held_out) or [name for name in names if name != WRITTEN]
+        return list(self.held_out) or [name for name in names if name != _WRITTEN]
 
     def made_quick(self) -> Self:
         """What two cores measure in minutes."""
