@@ -322,10 +322,14 @@ void Softmax(const Seen& seen, const HeadShape<T>& shape, const float* const* sc
           // The scale of a slot that the query does not see may be NaN.
           const Vector scaled =
               scales == nullptr ? weight : visible(q, exp * Load(scales[run.block + b]), 0.0f);
-          const Vector rounded = Round<T>(scaled);
           sums[q] += weight;
-          Store(to, rounded);
-          if (shape.has_tiles) Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+          if (shape.has_tiles) {
+            const Vector rounded = Round<T>(scaled);
+            Store(to, rounded);
+            Store(to + to_firsts, Bits<Vector>(Bits<Unsigned>(rounded) >> 16));
+          } else {
+            StoreWeights<T>(to, scaled);
+          }
         }
       };
       seen.WithBlock(run.slot + b * kLanes, weigh);

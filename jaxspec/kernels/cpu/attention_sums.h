@@ -296,6 +296,25 @@ void ScoreBlock(const HeadShape<T>& shape, const Query* queries, int64_t count, 
 template <typename T>
 constexpr int kTileQueries = std::min<int>(kNumSums / kParts<T>, kQueries);
 
+// Whether the values of two slots are added at once. The instruction adds the product of the high halves
+// first, so that the first of two slots belongs there: the sums are then those of one slot at a time.
+template <typename T>
+constexpr bool kHasPairsOfSlots = std::is_same_v<Factor<T>, uint16_t>;
+
+// Stores a block's weights as `AddValues` takes them, in pairs [kLanes / 2] or one by one [kLanes].
+template <typename T>
+inline void StoreWeights(float* to, Vector weights) {
+#if defined(__AVX512BF16__)
+  if constexpr (kHasPairsOfSlots<T>) {
+    auto pairs = Bits<VectorOf<uint32_t, kLanes / 2>::type>(_mm512_cvtneps_pbh(weights));
+    pairs = pairs << 16 | pairs >> 16;
+    std::memcpy(to, &pairs, sizeof(pairs));
+    return;
+  }
+#endif
+  Store(to, Round<T>(weights));
+}
+
 // Adds the values of some blocks by weights [block, stride, kLanes] to sums [kCount, padded].
 template <typename T, int kCount>
 void AddValues(const float* weights, int64_t stride, const T* const* values, int64_t num_blocks,
@@ -307,12 +326,27 @@ void AddValues(const float* weights, int64_t stride, const T* const* values, int
     }
     const auto add = [&](auto load) {
       for (int64_t b = 0; b < num_blocks; ++b) {
-        for (int64_t slot = 0; slot < kLanes; ++slot) {
-          const Numbers<T> value = load(values[b] + slot * shape.size + i);
-          for (int q = 0; q < kCount; ++q) {
-            const Vector weight = Splat(weights[(b * stride + q) * kLanes + slot]);
-            of[q][0] = MulAdd(weight, Part<0>(value), of[q][0]);
-            if constexpr (kParts<T> == 2) of[q][1] = MulAdd(weight, Part<1>(value), of[q][1]);
+        const float* const of_block = weights + b * stride * kLanes;
+        if constexpr (kHasPairsOfSlots<T>) {
+          for (int64_t slot = 0; slot < kLanes; slot += 2) {
+            const Numbers<T> first = load(values[b] + slot * shape.size + i);
+            const Numbers<T> second = load(values[b] + (slot + 1) * shape.size + i);
+            const Numbers<T> evens = (first << 16) | (second & 0xffffu);
+            const Numbers<T> odds = (first & 0xffff0000u) | (second >> 16);
+            for (int q = 0; q < kCount; ++q) {
+              const auto pair = Bits<Numbers<T>>(Splat(of_block[q * kLanes + slot / 2]));
+              of[q][0] = AddPairs(pair, evens, of[q][0]);
+              of[q][1] = AddPairs(pair, odds, of[q][1]);
+            }
+          }
+        } else {
+          for (int64_t slot = 0; slot < kLanes; ++slot) {
+            const Numbers<T> value = load(values[b] + slot * shape.size + i);
+            for (int q = 0; q < kCount; ++q) {
+              const Vector weight = Splat(of_block[q * kLanes + slot]);
+              of[q][0] = MulAdd(weight, Part<0>(value), of[q][0]);
+              if constexpr (kParts<T> == 2) of[q][1] = MulAdd(weight, Part<1>(value), of[q][1]);
+            }
           }
         }
       }
@@ -341,7 +375,7 @@ void ValuesWithVectors(const HeadShape<T>& shape, const float* weights, int64_t 
                        const S* const* values, int64_t num_blocks, float* sums) {
   constexpr auto kCounts = std::make_integer_sequence<int, kTileQueries<T>>();
   static constexpr auto kAdd = ValuesOfQueries<T>(kCounts);
-  constexpr int64_t kBlocks = 32 / kLanes;
+  constexpr int64_t kBlocks = 128 / kLanes;
   const int64_t num_tiles = RoundUp(count, kTileQueries<T>) / kTileQueries<T>;
   T* const scratch = ScratchFor<T, S>(kBlocks * kLanes * shape.size);
   for (int64_t b = 0; b < num_blocks; b += kBlocks) {

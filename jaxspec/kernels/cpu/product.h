@@ -106,9 +106,17 @@ void Tile(const T* x, const T* packed, int64_t num_inputs, int64_t ahead, float*
   using Pair = std::conditional_t<std::is_same_v<T, float>, uint64_t, uint32_t>;
   using Pairs = typename VectorOf<Pair, sizeof(Vector) / sizeof(Pair)>::type;
   Vector of[kRows][kSums] = {};
+  // One pointer for two rows: with one for each row, as GCC would have it, there are too many for the
+  // general registers.
+  const T* of_two_rows[(kRows + 1) / 2];
+#pragma GCC unroll 64
+  for (int i = 0; i < (kRows + 1) / 2; ++i) {
+    of_two_rows[i] = x + 2 * i * num_inputs;
+    asm("" : "+r"(of_two_rows[i]));  // GCC does not know where it points
+  }
   const auto inputs_of = [&](int r, int64_t input) {
     Pair pair;
-    std::memcpy(&pair, x + r * num_inputs + input, sizeof(pair));
+    std::memcpy(&pair, of_two_rows[r / 2] + (input + r % 2 * num_inputs), sizeof(pair));
     Numbers<T> inputs = Bits<Numbers<T>>(Pairs{} + pair);
     Keep(inputs);
     return inputs;
@@ -145,7 +153,9 @@ void Tile(const T* x, const T* packed, int64_t num_inputs, int64_t ahead, float*
       }
     }
   }
+#pragma GCC unroll 64
   for (int r = 0; r < kRows; ++r) {
+#pragma GCC unroll 64
     for (int i = 0; i < kPanels * kOut; ++i) {
       Vector sum = of[r][i];
       if constexpr (kPerPanel > kOut) sum = AddNeighbours(of[r][2 * i], of[r][2 * i + 1]);
@@ -159,13 +169,15 @@ constexpr auto TilesOfRows(std::integer_sequence<int, kRows...>) {
   return std::array{Tile<T, kRows + 1, kWide ? PanelsOf<T>(kRows + 1) : 1>...};
 }
 
-// sums [num_rows, kGroup * kPanel] of the panels of a group, in tiles of equal height, or a row less.
-// The last tile, which finds the panels in the cache, fetches what lies `ahead` numbers after them.
-template <typename T>
+// The panels of a group, in tiles of equal height, or a row less: `put` takes the sums [height, kGroup *
+// kPanel] of each tile, and its first row. The last tile, which finds the panels in the cache, fetches
+// what lies `ahead` numbers after them.
+template <typename T, typename Put>
 void SumWithVectors(const T* x, const T* packed, int64_t num_rows, int64_t num_inputs,
-                    int64_t num_panels, int64_t ahead, float* sums) {
+                    int64_t num_panels, int64_t ahead, const Put& put) {
   constexpr auto kRows = std::make_integer_sequence<int, kTileRows<T>>();
   static constexpr auto kWide = TilesOfRows<T, 1>(kRows), kNarrow = TilesOfRows<T, 0>(kRows);
+  alignas(64) float sums[kTileRows<T> * kGroup * kPanel];
   const int64_t num_tiles = RoundUp(num_rows, kTileRows<T>) / kTileRows<T>;
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t row = num_rows * tile / num_tiles;
@@ -175,9 +187,10 @@ void SumWithVectors(const T* x, const T* packed, int64_t num_rows, int64_t num_i
       const bool is_wide = num_panels - panel >= width;
       (is_wide ? kWide : kNarrow)[height - 1](x + row * num_inputs,
                                               packed + panel * num_inputs * kPanel, num_inputs, fetched,
-                                              sums + (row * kGroup + panel) * kPanel);
+                                              sums + panel * kPanel);
       panel += is_wide ? width : 1;
     }
+    put(row, height, sums);
   }
 }
 
@@ -385,6 +398,32 @@ struct RowBlocks {
   int64_t BlockOf(int64_t row) const { return ((row + 1) * count - 1) / num_rows; }
 };
 
+// Rounds sums, adds the residual, if there is one, and rounds again.
+template <typename T, typename Out>
+inline void StoreSums(const float* sums, const T* residual, Out* y, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes) {
+    Vector sum = Round<Out>(Load(sums + i));
+    if (residual != nullptr) sum = Round<Out>(Load(residual + i, count - i) + sum);
+    Store(y + i, sum, count - i);
+  }
+}
+
+// Panels that a thread takes at a time: few enough that each thread takes several, and, if `is_even`,
+// that none has much more to do than another.
+inline int64_t GroupSize(int64_t num_panels, int64_t num_blocks, bool is_even) {
+  const int64_t num_threads = Team::Get().num_threads();
+  const auto most = [=](int64_t size) {  // panels of one thread
+    const int64_t num_groups = num_blocks * (RoundUp(num_panels, size) / size);
+    return RoundUp(num_groups, num_threads) / num_threads * size;
+  };
+  int64_t size = kGroup;
+  while (size > 1 && (num_panels < 4 * size * num_threads ||
+                      (is_even && most(size) > 1.05 * most(size / 2)))) {
+    size /= 2;
+  }
+  return size;
+}
+
 // y [.., num_outputs] = f(x) @ weight + residual. f is an RMS norm, if there is a weight for it, or SiLU
 // gates, or nothing. Of x and y only `num_rows` rows are read and written: the first ones, or `rows`.
 template <typename T, typename Out>
@@ -400,7 +439,8 @@ void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* p
     return (has_tiles ? block * RowBlocks::kRows : blocks.Begin(block)) * num_padded;
   };
   if (has_tiles || norm != nullptr || is_gated || num_padded > num_inputs || rows != nullptr) {
-    scratch.resize(has_tiles ? block_begin(blocks.count) : num_rows * num_padded);
+    const size_t needed = has_tiles ? block_begin(blocks.count) : num_rows * num_padded;
+    if (scratch.size() < needed) scratch.resize(needed);
     T* const to = scratch.data();
     const auto prepare = [=](int64_t row) {
       thread_local std::vector<T> prepared;
@@ -423,47 +463,48 @@ void Product(const T* x, const T* norm, float epsilon, bool is_gated, const T* p
       }
     };
     if (num_rows * num_inputs >= 4096) {
-      Team::Get().For(num_rows, prepare);
+      const int64_t piece = std::clamp<int64_t>(num_rows / (4 * Team::Get().num_threads()), 1, 8);
+      Team::Get().For(RoundUp(num_rows, piece) / piece, [=](int64_t i) {
+        const int64_t end = std::min((i + 1) * piece, num_rows);
+        for (int64_t row = i * piece; row < end; ++row) prepare(row);
+      });
     } else {
       for (int64_t row = 0; row < num_rows; ++row) prepare(row);
     }
     x = to;
   }
-  // Groups of panels, small enough that every thread has several.
   const int64_t num_panels = RoundUp(num_outputs, kPanel) / kPanel;
   const int64_t num_bytes = num_panels * kPanel * num_padded * sizeof(T);
-  int64_t size = kGroup;
-  while (size > 1 && num_panels < 4 * size * Team::Get().num_threads()) size /= 2;
+  // Of a few rows, memory is what takes time, and it is read faster in large groups.
+  const int64_t size = GroupSize(num_panels, blocks.count, num_rows > 8 && !has_tiles);
   const int64_t num_groups = RoundUp(num_panels, size) / size;
   Team::Get().For(blocks.count * num_groups, [=](int64_t task) {
     const int64_t block = task / num_groups, height = blocks.Height(block);
-    const RowTiles tiles(height, num_padded);
-    thread_local std::vector<float> sums;
-    sums.resize(tiles.num_rows() * kGroup * kPanel);
     const int64_t begin = task % num_groups * size, count = std::min(size, num_panels - begin);
     const T* const panels = packed + begin * num_padded * kPanel;
     const T* const inputs = x + block_begin(block);
+    const int64_t first = blocks.Begin(block), column = begin * kPanel;
+    const int64_t width = std::min(count * kPanel, num_outputs - column);
+    const auto put = [=](int64_t row, int64_t num_here, const float* sums) {
+      for (int64_t i = 0; i < num_here; ++i, sums += kGroup * kPanel) {
+        const int64_t at = place_of(first + row + i) * num_outputs + column;
+        StoreSums(sums, residual == nullptr ? nullptr : residual + at, y + at, width);
+      }
+    };
     if constexpr (std::is_same_v<T, uint16_t>) {
-      if (has_tiles) SumWithMatrixUnits(inputs, tiles, panels, count, sums.data());
-    }
-    if (!has_tiles) {
-      // Of many rows, while a thread multiplies one group it fetches the one that it takes next.
-      int64_t ahead = AheadBytes(num_bytes, height) / sizeof(T);
-      const int64_t next = size * Team::Get().num_threads();
-      if (ahead > 0 && begin + next < num_panels) ahead = next * num_padded * kPanel;
-      SumWithVectors(inputs, panels, height, num_padded, count, ahead, sums.data());
-    }
-    const int64_t stop = std::min((begin + count) * kPanel, num_outputs);
-    for (int64_t row = 0; row < height; ++row) {
-      const float* const of_row = sums.data() + row * kGroup * kPanel;
-      const int64_t place = place_of(blocks.Begin(block) + row);
-      for (int64_t column = begin * kPanel; column < stop; column += kLanes) {
-        const int64_t at = place * num_outputs + column;
-        Vector sum = Round<Out>(Load(of_row + column - begin * kPanel));
-        if (residual != nullptr) sum = Round<Out>(Load(residual + at, stop - column) + sum);
-        Store(y + at, sum, stop - column);
+      if (has_tiles) {
+        const RowTiles tiles(height, num_padded);
+        thread_local std::vector<float> sums;
+        sums.resize(tiles.num_rows() * kGroup * kPanel);
+        SumWithMatrixUnits(inputs, tiles, panels, count, sums.data());
+        return put(0, height, sums.data());
       }
     }
+    // Of many rows, while a thread multiplies one group it fetches the one that it takes next.
+    int64_t ahead = AheadBytes(num_bytes, height) / sizeof(T);
+    const int64_t next = size * Team::Get().num_threads();
+    if (ahead > 0 && begin + next < num_panels) ahead = next * num_padded * kPanel;
+    SumWithVectors(inputs, panels, height, num_padded, count, ahead, put);
   });
 }
 
