@@ -71,7 +71,7 @@ def test_our_outputs_survive_batch_and_drafter(found):
         assert ngram["peak_bytes"] > 1e6
     assert lines[2, "jaxspec, plain"]["equal_to_batch_1"] == 3
     assert "equal_to_batch_1" not in lines[1, "jaxspec, plain"]
-    assert "3 of 3" in printed
+    assert "3/3" in printed
 
 
 @pytest.mark.slow
@@ -98,6 +98,10 @@ def test_the_row_of_an_engine_that_fails_says_why_and_the_rest_goes_on(found):
     assert (2, "transformers, ngram") not in lines  # it has none for batches
     assert "No module named torch" in printed
     assert not any("outputs" in line for line in document["results"])
+    assert (
+        document["failed"]["transformers, plain at batch 1"]
+        == lines[1, "transformers, plain"]["why"]
+    )
 
 
 def test_the_outputs_can_be_audited(found):
@@ -109,10 +113,56 @@ def test_the_outputs_can_be_audited(found):
     assert [len(record["token_ids"]) for record in records] == [6, 6, 6]
 
 
-def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
+@pytest.mark.parametrize("script", ["exec sleep 60", "sleep 60"])
+def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path, script):
+    """With a process that it started, which keeps its standard output open."""
     monkeypatch.setattr(peers, "START_S", 0.5)
     with pytest.raises(peers.PeerError, match=r"no answer after 0\.5 s"):
-        peers.Peer((sys.executable, "-c", "import time; time.sleep(60)"), {}, tmp_path)
+        peers.Peer(("bash", "-c", script), {}, tmp_path)
+
+
+def _peer(tmp_path, answer, described='{"versions": {}, "arithmetic": "f"}'):
+    script = f"echo 'PEER {described}'; while read n; do echo 'PEER {answer}'; done"
+    return peers.Peer(("bash", "-c", script), {"prompts": [[1], [2]]}, tmp_path)
+
+
+RUN = '{"seconds": 1.5, "outputs": [[1], [2]], "peak_bytes": 5}'
+
+
+@pytest.mark.parametrize(
+    ("changed", "to"),
+    [
+        (RUN, "{}"),
+        (RUN, "3"),
+        (RUN, "[]"),
+        ("[[1], [2]]", "[[1]]"),
+        ("[[1], [2]]", '[[1], ["a"]]'),
+        ("1.5", '"x"'),
+        ("1.5", "0"),
+        ("1.5", "NaN"),
+        (', "peak_bytes": 5', ""),
+    ],
+)
+def test_an_answer_of_another_form_is_an_error_of_the_engine(tmp_path, changed, to):
+    peer = _peer(tmp_path, RUN.replace(changed, to))
+    with pytest.raises(peers.PeerError, match="is not what peer_scripts"):
+        peer.generate(1)
+    peer.close()
+
+
+def test_settings_and_outputs_may_be_long(tmp_path):
+    peer = _peer(tmp_path, RUN)
+    assert peer.generate(1) == json.loads(RUN)
+    peer.close()
+    with pytest.raises(peers.PeerError, match="describes"):
+        _peer(tmp_path, RUN, described="null")
+    count = (
+        "import json, sys; n = len(open(sys.argv[1]).read())\n"
+        "print('PEER', json.dumps({'versions': {'n': n}}))"
+    )
+    peer = peers.Peer((sys.executable, "-c", count), {"prompts": [[*range(100_000)]]}, tmp_path)
+    assert peer.described["versions"]["n"] > 2**17  # more than an argument may be long
+    peer.close()
 
 
 @pytest.mark.parametrize(
@@ -126,6 +176,7 @@ def test_an_engine_that_hangs_is_ended(monkeypatch, tmp_path):
             {"draft": ("a/heads", "b/heads"), "outputs": pathlib.Path("outputs")},
             "--draft is a/heads, b/heads, and --outputs names files after the last part",
         ),
+        ({"draft": ("nosuch",)}, "There is no drafter 'nosuch'"),
         ({"max_length": 100}, "--max-length is 100, which leaves no room for a prompt"),
     ],
 )

