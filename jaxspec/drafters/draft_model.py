@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -244,11 +244,13 @@ class DraftModel(Drafter):
         """
         mine, theirs = _tokens_by_id(self.model), _tokens_by_id(target)
         different = _differing_ids(mine, theirs)
-        num_tokens = min(target.vocab_size, self.model.vocab_size) - len(different)
+        own: Iterable[int] = self._draft_vocabulary or range(self.model.vocab_size)
+        num_tokens = len({token for token in own if token < target.vocab_size} - {*different})
         if self.tree is not None and self.tree.num_children > num_tokens:
             raise SettingError(
                 f"The tree {self.tree.name} has nodes of {self.tree.num_children} children, and "
-                f"{self.model.name} and {target.name} share {num_tokens} tokens; make it narrower."
+                f"{self.model.name} can draft {num_tokens} tokens of {target.name}; make it "
+                "narrower."
             )
         if not different:
             return

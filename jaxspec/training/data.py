@@ -76,6 +76,22 @@ class Document(NamedTuple):
     text: str
 
 
+def domains_of(chosen: Sequence[str], corpora: pathlib.Path) -> list[Domain]:
+    """The domains with these names, as `Domain.parse` takes them; by default those that are found.
+
+    Raises:
+      SettingError: two of them have the same name.
+    """
+    domains = [Domain.parse(text) for text in chosen] or discover_domains(corpora)
+    names = [domain.name for domain in domains]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise SettingError(
+            f"Two domains are named {repeated[0]!r}; give each a name of its own, for example "
+            f"{repeated[0]}-2:SOURCE."
+        )
+    return domains
+
+
 def discover_domains(corpora: pathlib.Path) -> list[Domain]:
     """A domain of weight 1 for each subdirectory that has JSONL files, or the directory itself."""
     _check_directory(corpora)
@@ -97,7 +113,7 @@ def read_documents(
     a string of `exclude`.
 
     A directory's `valid.jsonl` is held out. Without one, about 3 % of the documents are, chosen by
-    a hash of source and text or, if that selects none, the last tenth of the last document.
+    a hash of source and text or, if that selects none, the last tenth of the longest document.
 
     Raises:
       SettingError: the source does not exist, holds no document, or a line is not as expected.
@@ -122,12 +138,11 @@ def read_documents(
         held_out = [document for document in train if _is_held_out(*document)]
         train = [document for document in train if not _is_held_out(*document)] or train
     if not held_out or held_out == train:
-        source, text = train[-1]
+        longest = max(range(len(train)), key=lambda place: len(train[place].text))
+        source, text = train[longest]
         cut = len(text) - len(text) // 10
-        train, held_out = (
-            [*train[:-1], Document(source, text[:cut])],
-            [Document(source, text[cut:])],
-        )
+        held_out = [Document(source, text[cut:])]
+        train = [*train[:longest], Document(source, text[:cut]), *train[longest + 1 :]]
     return train, held_out
 
 
@@ -302,7 +317,9 @@ def cut(plan: Plan, streams: Sequence[np.ndarray], step: int) -> np.ndarray:
 
 def held_out_windows(stream: np.ndarray, length: int, num_tokens: int) -> np.ndarray:
     """Up to `num_tokens / length` windows `[B, T + 1]` spread evenly over a held-out stream."""
-    num_windows = max(min(num_tokens // length, (len(stream) - 1) // length), 0)
+    num_windows = 0
+    if length > 0:
+        num_windows = max(min(num_tokens // length, (len(stream) - 1) // length), 0)
     if not num_windows:
         return np.zeros((0, length + 1), stream.dtype)
     starts = np.linspace(0, len(stream) - length - 1, num_windows).astype(np.int64)

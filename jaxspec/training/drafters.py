@@ -28,7 +28,14 @@ from jaxspec.training.schedule import Branch
 from jaxspec.training.teacher_states import TextStates
 from jaxspec.training.text_passes import TextPasses
 from jaxspec.training.text_rows import TextBatch, fill_rows, pack_texts
-from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
+from jaxspec.training.texts import (
+    Text,
+    Texts,
+    check_to_train_on,
+    check_writer,
+    held_out_part,
+    read_texts,
+)
 from jaxspec.training.trainer import NoOption, OnStep, Task, TrainSettings, train
 from jaxspec.types import PyTree
 
@@ -118,6 +125,7 @@ class DrafterTask(Task):
                 width=self.target.config.width,
                 num_layers=self.num_read_layers,
                 target_weights=digest,
+                dtype=self.target.dtype.name,
                 compute=TextPasses(
                     packed_model(read),
                     lambda params, hidden, window: hidden,
@@ -194,13 +202,14 @@ class DrafterTask(Task):
         """The texts of a run on the target whose `weights_digest` this is.
 
         Raises:
-          SettingError: the held-out texts begin documents that are trained on.
+          SettingError: the held-out texts begin documents that are trained on or are among the
+            training texts, or these were written to measure on.
           ModelError: the texts were written by another target, or none is usable.
           CheckpointError: the texts cannot be read.
         """
         settings = self.settings
 
-        def usable(path: pathlib.Path) -> tuple[dict[str, Any], list[Text], int]:
+        def usable(path: pathlib.Path) -> tuple[Texts, list[Text], int]:
             read = read_texts(path)
             check_writer(read, path, target=settings.target, weights=digest)
             kept = [text for text in read.texts if self.is_usable(text)]
@@ -210,15 +219,22 @@ class DrafterTask(Task):
                     f"prompt within sequence_length {settings.sequence_length}; write longer "
                     "texts, or raise it."
                 )
-            return read.header, kept, len(read.texts) - len(kept)
+            return read, kept, len(read.texts) - len(kept)
 
-        _, training, num_skipped = usable(settings.texts)
+        read, training, num_skipped = usable(settings.texts)
+        check_to_train_on(read, settings.texts)
         if settings.held_out is not None:
-            header, held_out, num_short = usable(settings.held_out)
-            if header.get("split") == "train":
+            read, held_out, num_short = usable(settings.held_out)
+            if read.header.get("split") == "train":
                 raise SettingError(
                     f"The texts in {settings.held_out} begin documents to train on; write others "
                     "by `jaxspec train texts --split held-out`."
+                )
+            trained = {(*text.prompt, -1, *text.output) for text in training}
+            if any((*text.prompt, -1, *text.output) in trained for text in held_out):
+                raise SettingError(
+                    f"Some of the texts in {settings.held_out} are in {settings.texts} too; give "
+                    "texts that are not trained on, or leave held_out out."
                 )
             return Split(training, held_out, num_skipped + num_short)
         return Split(*held_out_part(training, settings.texts), num_skipped)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -272,7 +273,7 @@ class FlexAccuracy:
       num_tokens: how many tokens each of the K slots predicted.
       accepted: number of correct drafts of a block before the first wrong one, on average over
         blocks within a text. Decoding accepts fewer, because its blocks begin where earlier drafts
-        went wrong.
+        went wrong. NaN, like a slot's accuracy, where there was nothing to measure.
       uncalibrated_accepted: the same without calibration.
     """
 
@@ -313,7 +314,7 @@ def measure_flex_accuracy(
         scored = np.stack([scores.is_right, scores.is_right_calibrated, scores.is_label])[:, 0]
         for index, text in enumerate(texts_of_row):
             of_text = scored[:, (segments == index) & np.asarray(batch.is_block)[0]]
-            for name in ("all", text.domain):
+            for name in dict.fromkeys(("all", text.domain)):
                 found.setdefault(name, []).append(of_text)
     return {name: _accuracy(np.concatenate(each, axis=1)) for name, each in found.items()}
 
@@ -324,11 +325,12 @@ def _accuracy(scored: np.ndarray) -> FlexAccuracy:
     num_tokens = is_label.sum(axis=0)
 
     def top1(is_right: np.ndarray) -> list[float]:
-        return ((is_right & is_label).sum(axis=0) / np.maximum(num_tokens, 1)).tolist()
+        shares = (is_right & is_label).sum(axis=0) / np.maximum(num_tokens, 1)
+        return np.where(num_tokens > 0, shares, np.nan).tolist()
 
     def accepted(is_right: np.ndarray) -> float:
         whole = is_right[is_label[:, 1:].all(axis=1), 1:]
-        return float(np.cumprod(whole, axis=1).sum() / max(len(whole), 1))
+        return float(np.cumprod(whole, axis=1).sum() / len(whole)) if len(whole) else math.nan
 
     return FlexAccuracy(
         top1=top1(is_right_calibrated)[1:],

@@ -101,32 +101,35 @@ def accuracy_of(texts: Sequence[RankedText]) -> dict[str, HeadAccuracy]:
     """Accuracy over all texts (`all`), and over those of each domain."""
     found = {"all": _accuracy(texts)}
     for domain in dict.fromkeys(text.domain for text in texts):
-        found[domain] = _accuracy([text for text in texts if text.domain == domain])
+        if domain != "all":
+            found[domain] = _accuracy([text for text in texts if text.domain == domain])
     return found
 
 
 def best_trees(
-    texts: Sequence[RankedText], num_nodes: Sequence[int]
+    texts: Sequence[RankedText], num_nodes: Sequence[int], num_tokens: int
 ) -> dict[int, tuple[StaticTree, float]]:
     """The best static tree for each number of nodes, and how many tokens its rounds emit on the
-    texts; numbers for which a table of ranks has too few paths are left out.
+    texts, from heads that propose any of `num_tokens` tokens; numbers for which a table of ranks
+    has too few paths are left out.
 
     Where rounds begin depends on the tree that they draft, and the best tree depends on where
     rounds begin. So a tree is made from the rounds of the previous one, a few times over, and the
     best one is kept.
     """
     num_heads = texts[0].ranks.shape[1]
-    num_paths = sum(NUM_RANKS ** (depth + 1) for depth in range(num_heads))
+    num_ranks = min(NUM_RANKS, num_tokens)
+    num_paths = sum(num_ranks ** (depth + 1) for depth in range(num_heads))
     best = {}
     for nodes in num_nodes:
         if nodes > num_paths:
             continue
         walked, tried = _walk(texts, _chain(num_heads)), []
         for _ in range(_NUM_TRIALS):
-            tree = best_static_tree(_acceptance(walked, num_heads), nodes)
+            tree = best_static_tree(_acceptance(walked, num_heads)[:, :num_ranks], nodes)
             walked = _walk(texts, set(tree.choices))
-            num_tokens = sum(each.num_emitted for each in walked)
-            tried.append((num_tokens / max(len(walked), 1), -len(tried), tree))
+            num_emitted = sum(each.num_emitted for each in walked)
+            tried.append((num_emitted / max(len(walked), 1), -len(tried), tree))
         tokens_per_round, _, tree = max(tried, key=lambda each: each[:2])
         best[nodes] = tree, tokens_per_round
     return best

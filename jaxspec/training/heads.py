@@ -258,8 +258,7 @@ class HeadsTask(DrafterTask):
     def is_usable(self, text: Text) -> bool:
         """Whether every head has a label: a token of the output that is far enough from the
         beginning, within a row."""
-        length, number = self.length_of(text), self.config.num_heads
-        return length - len(text.prompt) >= number and length >= number + 2
+        return self.length_of(text) > max(len(text.prompt), self.config.num_heads + 1)
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:
         """Heads that add nothing yet."""
@@ -278,7 +277,8 @@ class HeadsTask(DrafterTask):
     def measure(self, params: PyTree, texts: Sequence[Text]) -> dict[str, Any]:
         """Accuracy of the heads, and the best static trees."""
         ranked = self._ranked(params, texts)
-        accuracy, trees = accuracy_of(ranked), best_trees(ranked, _TREE_NODES)
+        num_tokens = self.config.num_head_tokens or self.config.vocab_size
+        accuracy, trees = accuracy_of(ranked), best_trees(ranked, _TREE_NODES, num_tokens)
         return {
             "kind": self.settings.kind,
             "held_out": {name: dataclasses.asdict(each) for name, each in accuracy.items()},

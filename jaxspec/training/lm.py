@@ -35,7 +35,13 @@ from jaxspec.training.lm_runs import TOKENIZER, Run, load_teacher, read_tokenize
 from jaxspec.training.schedule import DECAY_SHARE, Branch
 from jaxspec.training.teacher_states import HiddenStates
 from jaxspec.training.teacher_tops import teacher_tops
-from jaxspec.training.texts import Text, check_writer, held_out_part, read_texts
+from jaxspec.training.texts import (
+    Text,
+    check_to_train_on,
+    check_writer,
+    held_out_part,
+    read_texts,
+)
 from jaxspec.training.trainer import (
     NoOption,
     OnStep,
@@ -366,6 +372,11 @@ class LmTask(Task):
         )
         if settings.draft_vocab_size is not None:
             size = self._model.vocab_size
+            if settings.draft_vocab_size > size:
+                raise SettingError(
+                    f"draft_vocab_size is {settings.draft_vocab_size}, and the vocabulary has "
+                    f"{size} tokens; lower it, or leave it out."
+                )
             ids = data.most_frequent(corpus.streams, size, settings.draft_vocab_size)
             self._model = dataclasses.replace(self._model, draft_vocabulary=ids)
         self.loss = LmLoss(self._model, None)
@@ -546,24 +557,31 @@ def _read_corpus(settings: TrainConfig, teacher: Run | None) -> Corpus:
 
 def _read_documents(settings: TrainConfig, tokenizer: tokenizers.Tokenizer | None) -> Corpus:
     """The documents of the domains; without a teacher's tokenizer, one is trained."""
-    domains = [data.Domain.parse(text) for text in settings.domains]
-    domains = domains or data.discover_domains(settings.corpora)
+    domains = data.domains_of(settings.domains, settings.corpora)
     out = settings.out
     splits = [data.read_documents(each, settings.corpora, settings.exclude) for each in domains]
     texts = [[[text for _, text in part] for part in split] for split in splits]
     out.mkdir(parents=True, exist_ok=True)
     saved = out / TOKENIZER
-    if tokenizer is None and settings.resume and saved.is_file():
-        tokenizer = read_tokenizer(saved)
+    if settings.resume and saved.is_file():
+        of_run = read_tokenizer(saved)
+        if tokenizer is not None and tokenizer.to_str() != of_run.to_str():
+            raise SettingError(
+                f"{out} was begun with another tokenizer than that of the teacher "
+                f"{settings.teacher}; resume it with the teacher that it was begun with, or "
+                "without one if there was none."
+            )
+        tokenizer = of_run
     if tokenizer is None:
         to_train = itertools.chain.from_iterable(train for train, _ in texts)
         tokenizer = data.train_tokenizer(to_train, settings.vocab_size)
     write_atomically(saved, tokenizer.to_str(pretty=True).encode())
     streams, held_out = [], []
     for domain, (train_texts, held_out_texts) in zip(domains, texts, strict=True):
-        stem = out / "tokens" / domain.name
-        streams.append(data.write_tokens(stem.with_suffix(".train"), train_texts, tokenizer))
-        held_out.append(data.write_tokens(stem.with_suffix(".held_out"), held_out_texts, tokenizer))
+        path = out / "tokens" / f"{domain.name}.train"
+        streams.append(data.write_tokens(path, train_texts, tokenizer))
+        path = path.with_name(f"{domain.name}.held_out")
+        held_out.append(data.write_tokens(path, held_out_texts, tokenizer))
     return Corpus(tokenizer, domains, streams, held_out)
 
 
@@ -579,6 +597,7 @@ def _read_written(settings: TrainConfig, teacher: Run | None) -> Corpus:
     texts = read_texts(path)
     digest = weights_digest(teacher.params)
     check_writer(texts, path, target=str(settings.teacher), weights=digest)
+    check_to_train_on(texts, path)
     end = data.end_of_text_id(teacher.tokenizer)
     training, held_out = held_out_part(texts.texts, path)
     streams = [_ended(text, end) for text in training]
@@ -592,14 +611,17 @@ def _read_written(settings: TrainConfig, teacher: Run | None) -> Corpus:
 
 
 def held_out_stream(texts: Sequence[Text], end_of_text: int) -> np.ndarray:
-    """Texts one after the other, in which only what the teacher wrote is measured."""
+    """Texts one after the other, in which only what the teacher wrote is measured: neither prompts
+    nor the ends of texts that were cut off at their longest length."""
     return np.concatenate([_ended(text, end_of_text, mark=int(data.GIVEN)) for text in texts])
 
 
 def _ended(text: Text, end_of_text: int, mark: int = 0) -> np.ndarray:
-    """A text's tokens, with an end-of-text token at the end; `mark` is added to the prompt's."""
+    """A text's tokens, with an end-of-text token at the end; `mark` is added to tokens that the
+    teacher did not write."""
     ids = [*(token + mark for token in text.prompt), *text.output]
-    return np.array(ids if ids[-1] == end_of_text else [*ids, end_of_text], np.uint32)
+    is_ended = text.output[-1:] == [end_of_text]
+    return np.array(ids if is_ended else [*ids, end_of_text + mark], np.uint32)
 
 
 def _teacher_tops(

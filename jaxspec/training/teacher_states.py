@@ -73,13 +73,15 @@ class TextStates:
 
     A text is known by its tokens, and its states depend on nothing else in its row, so each is
     computed once, whatever rows it is packed into, and by whatever run. States are only appended,
-    and the index names a text after its states were written; what a crash cut off is overwritten.
+    and the index names a text after its states were written; what a crash cut off is overwritten,
+    and texts whose states are no longer in the file are computed again.
 
     Args:
       directory: of the files, which one process at a time may use.
       width: E.
       num_layers: the number of layers after which they are taken.
       target_weights: the `weights_digest` of the target.
+      dtype: the target's, in which they are computed.
       compute: computes the states `[T, E]` of texts, given by their tokens, in order.
 
     Raises:
@@ -93,22 +95,35 @@ class TextStates:
         width: int,
         num_layers: int,
         target_weights: str,
+        dtype: str,
         compute: Callable[[Sequence[np.ndarray]], Iterable[np.ndarray]],
     ):
         self._data, self._index = directory / "states.bf16", directory / "index.txt"
         self._width, self._compute = width, compute
-        origin = {"width": width, "num_layers": num_layers, "target_weights": target_weights}
-        whose = "another target or of another layer"
+        origin = {
+            "width": width,
+            "num_layers": num_layers,
+            "target_weights": target_weights,
+            "dtype": dtype,
+        }
+        whose = "another target, or of another layer or dtype"
         check_origin(directory / "about.json", self._data, origin, whose=whose)
         self._starts: dict[str, int] = {}
         self._num_tokens = 0
         if self._index.is_file():
             written = self._index.read_text()
-            whole = written[: written.rfind("\n") + 1]
-            if whole != written:  # a crash cut off the last line
+            # A crash cut off the last line, or somebody removed or cut off the data.
+            num_stored = self._data.stat().st_size // (2 * width) if self._data.exists() else 0
+            lines = written[: written.rfind("\n") + 1].splitlines(keepends=True)
+            kept = []
+            for line in lines:
+                digest, length = line.split()
+                if self._num_tokens + int(length) > num_stored:
+                    break
+                self._note(digest, length)
+                kept.append(line)
+            if (whole := "".join(kept)) != written:
                 write_atomically(self._index, whole.encode())
-            for line in whole.splitlines():
-                self._note(*line.split())
 
     def __call__(self, batch: TextBatch) -> np.ndarray:
         """bfloat16 states `[B, T, E]` of a batch; zeros in padding."""

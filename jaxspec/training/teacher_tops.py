@@ -39,14 +39,16 @@ def teacher_tops(
       texts: their token ids.
 
     Raises:
-      CheckpointError: the file holds those of another teacher or of other texts.
+      CheckpointError: the file holds those of another teacher, of other texts, or of the teacher in
+        another dtype.
     """
     ends = np.cumsum([0, *map(len, texts)])
     origin = {
         "teacher": weights_digest(teacher.params),
+        "dtype": teacher.dtype.name,
         "texts": zlib.crc32(np.concatenate([np.asarray(text, np.uint32) for text in texts]).data),
     }
-    whose = "another teacher or of other texts"
+    whose = "another teacher or dtype or of other texts"
     check_origin(path.with_suffix(".json"), path, origin, what="the likeliest tokens", whose=whose)
     console = Console(stderr=True)
     with path.open("r+b" if path.exists() else "w+b") as file:

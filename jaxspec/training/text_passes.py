@@ -17,6 +17,7 @@ from jaxspec.types import PyTree, Window
 TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 _NUM_CHUNKS = 16  # of a call: 2,048 tokens
+_MAX_SLOTS = 1 << 16  # of KV, unless one text needs more
 
 
 class TextPasses:
@@ -47,6 +48,7 @@ class TextPasses:
         self._params = model.params
         self._most = -(-longest // CHUNK)  # chunks of a text
         self._num_chunks = max(_NUM_CHUNKS, self._most)
+        self._num_rows = max(1, min(self._num_chunks, _MAX_SLOTS // (self._most * CHUNK)))
         self._call = Program(jax.jit(call), name)
 
     def __call__(self, texts: Sequence[TokenIds]) -> Iterator[PyTree]:
@@ -54,17 +56,17 @@ class TextPasses:
         first = 0
         while first < len(texts):
             # The last row stays empty, for chunks that are not needed.
-            tokens = np.zeros((self._num_chunks + 1, self._most * CHUNK), np.int32)
+            tokens = np.zeros((self._num_rows + 1, self._most * CHUNK), np.int32)
             chunks: list[tuple[int, int, int]] = []  # row, start and stop
             places = []  # of each text's chunks
-            for row, text in enumerate(texts[first:]):
+            for row, text in enumerate(texts[first : first + self._num_rows]):
                 starts = range(0, len(text), CHUNK)
                 if len(chunks) + len(starts) > self._num_chunks:
                     break
                 tokens[row, : len(text)] = text
                 places.append(range(len(chunks), len(chunks) + len(starts)))
                 chunks += [(row, start, min(start + CHUNK, len(text))) for start in starts]
-            padding = [(self._num_chunks, 0, 0)] * (self._num_chunks - len(chunks))
+            padding = [(self._num_rows, 0, 0)] * (self._num_chunks - len(chunks))
             rows, starts, stops = np.array([*chunks, *padding], np.int32).T
             made = jax.device_get(self._call(self._params, tokens, rows, starts, stops))
             lengths = (stops - starts).tolist()

@@ -68,7 +68,7 @@ class TextsConfig:
         what `jaxspec generate --output` wrote with this target, the answers are taken.
       chat: take each text prompt as a user's message, and apply the chat template.
       out: the file to write; a file with texts of the same settings is continued.
-      tokens: total number of tokens that the target writes, at most.
+      tokens: number of tokens that the target writes; texts that are begun by then are finished.
       domains: NAME[:SOURCE][=WEIGHT] each; SOURCE is a directory or JSONL file within `corpora`, or
         `stdlib` for the Python standard library's source. By default every directory is a domain.
       exclude: documents whose "source" contains one of these are left out.
@@ -250,18 +250,33 @@ def read_texts(path: pathlib.Path) -> Texts:
 
 
 def held_out_part(texts: Sequence[Text], path: pathlib.Path) -> tuple[list[Text], list[Text]]:
-    """The texts in a file to train on, and those to measure on: every twentieth.
+    """The texts in a file to train on, and those to measure on: every twentieth. Texts of which one
+    begins like a whole prompt of the other (the same passage or question) are not in both parts.
 
     Raises:
-      ModelError: there is only one.
+      ModelError: none is left to train on.
     """
-    training = [text for place, text in enumerate(texts) if place % _HELD_OUT_EVERY]
+    first_like = _first_texts_like(texts)
+    held_out = {first_like[place] for place in range(0, len(texts), _HELD_OUT_EVERY)}
+    training = [text for place, text in enumerate(texts) if first_like[place] not in held_out]
     if not training:
         raise ModelError(
-            f"There is one text in {path}, which leaves none to measure on; write more of them, "
-            "or give held_out."
+            f"Of the {len(texts)} usable texts in {path} every twentieth is measured on, and none "
+            "begins otherwise and could be trained on; write texts from more prompts or documents."
         )
     return training, list(texts[::_HELD_OUT_EVERY])
+
+
+def _first_texts_like(texts: Sequence[Text]) -> list[int]:
+    """For each text the place of the one whose prompt is the shortest beginning of its own."""
+    first_like = list(range(len(texts)))
+    shortest: list[int] = []
+    for place in sorted(range(len(texts)), key=lambda place: texts[place].prompt):
+        prompt = texts[place].prompt
+        if not shortest or prompt[: len(shortest)] != shortest:
+            shortest, first = prompt, place
+        first_like[place] = first
+    return first_like
 
 
 def check_writer(texts: Texts, path: pathlib.Path, *, target: str, weights: str) -> None:
@@ -270,6 +285,14 @@ def check_writer(texts: Texts, path: pathlib.Path, *, target: str, weights: str)
         raise ModelError(
             f"The texts in {path} were written by {texts.header.get('target')}, whose weights are "
             f"not those of {target}; have this target write texts by `jaxspec train texts`."
+        )
+
+
+def check_to_train_on(texts: Texts, path: pathlib.Path) -> None:
+    """Raises `SettingError` if the texts in `path` were written to measure on."""
+    if texts.header.get("split") == "held-out":
+        raise SettingError(
+            f"The texts in {path} were written to measure on (--split held-out); train on others."
         )
 
 
@@ -320,8 +343,8 @@ def _documents(config: TextsConfig, domain: data.Domain) -> list[data.Document]:
     assert config.corpora is not None
     train, held_out = data.read_documents(domain, config.corpora, config.exclude)
     chosen, other = (train, held_out) if config.split == "train" else (held_out, train)
-    others = set(other)
-    own = [document for document in chosen if document not in others]
+    others = {text for _, text in other}
+    own = [document for document in chosen if document.text not in others]
     if not own:
         raise SettingError(
             f"Every document of the domain {domain.name} to begin texts with is in both splits; "
@@ -348,8 +371,7 @@ def _begun(config: TextsConfig, target: LanguageModel) -> tuple[dict[str, Any], 
         texts = _read_prompts(config, target)
         digest = xxhash.xxh3_128(json.dumps(texts).encode())
         return header | {"prompts": digest.hexdigest()}, iter(texts)
-    domains = [data.Domain.parse(text) for text in config.domains]
-    domains = domains or data.discover_domains(config.corpora)
+    domains = data.domains_of(config.domains, config.corpora)
     documents = {domain.name: _documents(config, domain) for domain in domains}
     digest = xxhash.xxh3_128()
     for document in itertools.chain.from_iterable(documents.values()):
@@ -452,6 +474,8 @@ def _text(fields: dict[str, Any], vocab_size: int) -> Text | None:
     if set(fields) != set(Text._fields):
         return None
     text = Text(**fields)
+    if not text.prompt and not text.output:
+        return None
     for tokens in (text.prompt, text.output):
         if not isinstance(tokens, list):
             return None

@@ -369,7 +369,7 @@ def test_acceptance_is_counted_where_rounds_begin():
 def test_the_best_tree_is_found_and_its_rounds_are_counted():
     """Texts whose tokens are always of rank 1 and then 0: the path (1, 0) is accepted each time."""
     ranks = np.tile(np.array([[1, 0]]), (32, 1))
-    trees = best_trees([RankedText("tales", 2, ranks)], (1, 2, 1000))
+    trees = best_trees([RankedText("tales", 2, ranks)], (1, 2, 1000), 24)
     assert set(trees) == {1, 2}
     tree, tokens_per_round = trees[2]
     assert tree.choices == ((1,), (1, 0))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import pathlib
 
 import pytest
 import tiny
@@ -23,7 +24,15 @@ from jaxspec.kernels.base import unpacked
 from jaxspec.load.models import load_model
 from jaxspec.requests.sampling_params import SamplingParams
 from jaxspec.training import data, lm
-from jaxspec.training.texts import Texts, TextsConfig, make_prompts, read_texts, write_texts
+from jaxspec.training.texts import (
+    Text,
+    Texts,
+    TextsConfig,
+    held_out_part,
+    make_prompts,
+    read_texts,
+    write_texts,
+)
 
 
 @pytest.fixture(scope="module")
@@ -241,7 +250,8 @@ def test_a_draft_model_learns_from_texts(target, tmp_path):
     windows = task._corpus.held_out[0][: 6 * 19].reshape(6, 19)
     held_out = data.pack(windows, tiny.EOS)
     assert held_out.inputs.tolist() == [ids[:-1] for ids in whole[::20]]
-    assert held_out.weights.tolist() == [[0.0] * 5 + [1.0] * 13] * 6
+    # The end of text is not: nobody wrote it.
+    assert held_out.weights.tolist() == [[0.0] * 5 + [1.0] * 12 + [0.0]] * 6
     losses = []
     result = lm.train_lm(settings, on_step=lambda _, metrics: losses.append(metrics["loss"]))
     assert losses[-1] < 0.8 * losses[0]
@@ -254,6 +264,20 @@ def test_a_draft_model_learns_from_texts(target, tmp_path):
     ):
         with pytest.raises(error, match=words):
             lm.LmTask(dataclasses.replace(settings, **changes))
+
+
+def test_texts_that_begin_alike_are_not_in_both_parts():
+    """Texts 0, 20 and 40 are measured on."""
+    prompts = [[100 + place, 1] for place in range(41)]
+    prompts[5] = prompts[0]
+    prompts[6] = [*prompts[20], 7]
+    prompts[7] = prompts[40][:1]
+    texts = [Text("any", "any", prompt, [place]) for place, prompt in enumerate(prompts)]
+    training, held_out = held_out_part(texts, pathlib.Path("texts.jsonl"))
+    assert held_out == [texts[0], texts[20], texts[40]]
+    assert training == [text for text in texts if text.output[0] not in (0, 5, 6, 7, 20, 40)]
+    with pytest.raises(ModelError, match="Of the 5 usable texts"):
+        held_out_part([texts[0]] * 5, pathlib.Path("texts.jsonl"))
 
 
 def test_digests_tell_weights_and_nothing_else(target):

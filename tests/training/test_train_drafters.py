@@ -183,11 +183,19 @@ def test_states_of_others_are_refused_and_kept(tmp_path, target, texts):
     about, data = states / "about.json", states / "states.bf16"
     kept = data.read_bytes()
     about.write_text(about.read_text().replace('"width": 32', '"width": 31'))
-    with pytest.raises(CheckpointError, match="of another target or of another layer; remove"):
+    with pytest.raises(
+        CheckpointError, match="of another target, or of another layer or dtype; remove"
+    ):
         train(other)
     about.unlink()
     with pytest.raises(CheckpointError, match=r"and no about.json that says what"):
         train(other)
+    assert data.read_bytes() == kept
+    data.unlink()  # as the error says; the index stays
+    train(other)
+    assert data.read_bytes() == kept
+    data.write_bytes(kept[: len(kept) // 2])
+    train(dataclasses.replace(settings, out=tmp_path / "third"))
     assert data.read_bytes() == kept
     with pytest.raises(SettingError, match="Nothing can be written into"):
         train(dataclasses.replace(other, target_states=texts))
@@ -214,7 +222,7 @@ def test_flexdraft_reads_states_below_its_layers(tmp_path):
     kept, alone = losses_of("kept", target_states=states), losses_of("alone")
     assert json.loads((states / "about.json").read_text())["num_layers"] == 1
     np.testing.assert_allclose(kept, alone, rtol=2e-3)
-    with pytest.raises(CheckpointError, match="of another layer; remove it"):
+    with pytest.raises(CheckpointError, match="of another layer or dtype; remove it"):
         train(config("heads", tmp_path / "heads", target, texts, target_states=states))
     # Without layers below there is nothing to keep.
     losses_of("whole", layers=2, target_states=tmp_path / "none")
@@ -294,7 +302,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
             "written by somebody",
             lambda: run(texts=written("a", target="somebody", weights="0")),
         ),
-        (ModelError, "There is one text", lambda: run(texts=written("c", num_texts=1))),
+        (ModelError, "Of the 1 usable texts", lambda: run(texts=written("c", num_texts=1))),
         (SettingError, "documents to train on", lambda: run(held_out=texts)),
         (CheckpointError, f"{name} exists, and what is trained", lambda: run(out=occupied)),
         (
@@ -310,7 +318,7 @@ def test_mistakes_are_named(tmp_path, target, texts, trained, name):
             (ModelError, "shares_head is False", lambda: run(parts={"shares_head": False})),
             (ModelError, "num_layers is 2", lambda: run(kind="hydra", num_layers=2)),
             (SettingError, "and the target has 258 tokens", lambda: run(draft_vocab_size=259)),
-            (ModelError, "None of the 60 texts", lambda: run(texts=written("b", num_output=1))),
+            (ModelError, "None of the 60 texts", lambda: run(texts=written("b", num_output=0))),
         ]
         if name == "heads"
         else [
@@ -370,15 +378,22 @@ def test_several_sets_of_heads_from_one_run(tmp_path, target, texts):
 
 
 def test_texts_that_are_too_short_are_skipped_and_counted(tmp_path, target, texts):
-    short = write_texts(tmp_path / "short", target, num_texts=3, num_output=1)
+    short = write_texts(tmp_path / "short", target, num_texts=3, num_output=0)
     mixed = tmp_path / "mixed"
     mixed.write_text(texts.read_text() + "".join(short.read_text().splitlines(keepends=True)[1:]))
-    held_out = write_texts(tmp_path / "held_out", target, num_texts=5, split="held-out")
+    held_out = write_texts(
+        tmp_path / "held_out", target, num_texts=5, num_output=13, split="held-out"
+    )
     given = config("heads", tmp_path / "out", target, mixed, held_out=held_out, kind="medusa")
     result = train(given)
     assert (result["num_texts"], result["num_skipped_texts"]) == (60, 3)
-    # Each of the five texts has 12 labels for the first head.
-    assert result["held_out"]["all"]["num_tokens"][0] == 60
+    # Each of the five texts has 13 labels for the first head.
+    assert result["held_out"]["all"]["num_tokens"][0] == 65
+    with pytest.raises(SettingError, match="were written to measure on"):
+        train(dataclasses.replace(given, out=tmp_path / "other", texts=held_out))
+    same = write_texts(tmp_path / "same", target, num_texts=5, split="held-out")
+    with pytest.raises(SettingError, match=r"same are in .* too"):
+        train(dataclasses.replace(given, out=tmp_path / "other", held_out=same))
 
 
 @pytest.mark.slow
