@@ -8,6 +8,7 @@ ids of some texts than the original pipelines, which are written out here by the
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from pathlib import Path
@@ -80,7 +81,7 @@ def part_files(path: Path) -> list[Path]:
     """The files of a model that is split into `NAME-00001-of-0000N.gguf`, if `path` is one of them,
     or `path` itself; raises `CheckpointError` if some are missing."""
     named = _PART.fullmatch(path.name)
-    if named is None:
+    if named is None or int(named[2]) == 0:
         return [path]
     numbers = range(1, int(named[2]) + 1)
     files = [path.with_name(f"{named[1]}-{number:05d}-of-{named[2]}.gguf") for number in numbers]
@@ -91,6 +92,12 @@ def part_files(path: Path) -> list[Path]:
             f"{', '.join(missing[:6])}; fetch all parts."
         )
     return files
+
+
+def _malformed(path: Path, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be read as GGUF ({reason}); fetch it again, or update gguf."
+    )
 
 
 class GgufFile:
@@ -117,11 +124,16 @@ class GgufFile:
                 return super()._get(offset, dtype, count, *args, **kwargs)
 
         self._path, self.files = path, part_files(path)
-        with reading(path, self._malformed):
-            readers = [Reader(file) for file in self.files]
-            if readers[0].byte_order != "I":
-                raise ValueError("it is big-endian")
-            fields = {name: field.contents() for name, field in readers[0].fields.items()}
+        readers, fields = [], {}
+        for number, file in enumerate(self.files):
+            with reading(file, functools.partial(_malformed, file)):
+                readers.append(reader := Reader(file))
+                if reader.byte_order != "I":
+                    raise ValueError("it is big-endian")
+                of_part = {name: field.contents() for name, field in reader.fields.items()}
+                if of_part.get("split.no", number) != number:
+                    raise ValueError(f"it is part {of_part['split.no'] + 1} by its contents")
+            fields = fields or of_part  # the first part has those of the model
         self._stated = HFConfig(fields, str(path))
         num_parts = self._stated.count("split.count", 1, least=0) or 1
         if num_parts != len(readers):
@@ -162,11 +174,6 @@ class GgufFile:
             shape = tuple(map(int, tensor.shape[::-1]))
             self.tensors[_name_in_hf(tensor.name)] = Tensor(dtype, shape, load)
 
-    def _malformed(self, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"{self._path} cannot be read as GGUF ({reason}); fetch it again, or update gguf."
-        )
-
     def config(self) -> HFConfig:
         """The fields of the model's `config.json`; raises `ModelError` for settings that the
         decoder does not compute, and `CheckpointError` for missing ones."""
@@ -192,6 +199,8 @@ class GgufFile:
                 f"{self._path} has settings of {self._architecture} that this decoder does not "
                 f"compute: {shown(given)}; give another model."
             )
+        if rope.get("factor", 0) not in (0, 1):
+            rope.setdefault("rope_type", "linear")  # as llama.cpp reads a factor alone
         if rope.get("rope_type", "none") != "none":
             fields["rope_scaling"] = rope
         if "rope_freqs.weight" in self.tensors:
@@ -253,7 +262,7 @@ class GgufFile:
                 "model's Hugging Face checkpoint."
             )
         tokens = stated.texts("tokenizer.ggml.tokens")
-        with reading(self._path, self._malformed):
+        with reading(self._path, functools.partial(_malformed, self._path)):
             types = list(stated.fields["tokenizer.ggml.token_type"])
             while types[-1] == _UNUSED:  # they only fill the vocabulary up
                 types.pop()

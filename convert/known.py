@@ -85,7 +85,8 @@ def _pointer(given: Given) -> str | None:
 
 def _gguf(given: Given) -> str | None:
     names = sorted(name for name in given.files if name.endswith(".gguf"))
-    return names[0] if names and not given.path.is_file() and not given.has(_WEIGHTS) else None
+    is_itself = names == [given.path.name]  # a dangling link or a pipe, for example
+    return names[0] if names and not is_itself and not given.has(_WEIGHTS) else None
 
 
 def _hub_name(given: Given) -> str | None:

@@ -92,7 +92,9 @@ class DrafterOptions:
                 f"--drafter-args {self.drafter_args} was given without a drafter; add --draft or "
                 "--drafter."
             )
-        named = {"model": self.draft} if self.draft is not None else self.drafter or "none"
+        named: Any = "none" if self.drafter is None else self.drafter
+        if self.draft is not None:
+            named = {"model": self.draft}
         return drafter_of_command(named, given, dtype=dtype, verify=verify)
 
 

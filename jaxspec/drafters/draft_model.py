@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -239,12 +239,20 @@ class DraftModel(Drafter):
         """Warns of ids that stand for different tokens in the two tokenizers.
 
         Raises:
-          ModelError: most of the ids do.
+          ModelError: most of the ids do, or most of the draft vocabulary is not the target's.
           SettingError: a node of the tree has more children than the two models share tokens.
         """
         mine, theirs = _tokens_by_id(self.model), _tokens_by_id(target)
         different = _differing_ids(mine, theirs)
-        own: Iterable[int] = self._draft_vocabulary or range(self.model.vocab_size)
+        own: Sequence[int] = self._draft_vocabulary or range(self.model.vocab_size)
+        num_unknown = sum(token >= target.vocab_size for token in self._draft_vocabulary)
+        if 2 * num_unknown > len(own):
+            raise ModelError(
+                f"The draft model {self.model.name} drafts {len(own)} tokens, of which "
+                f"{num_unknown} are beyond the vocabulary of {target.name} "
+                f"({target.vocab_size} tokens); use a draft model of the same family, or the ngram "
+                "drafter."
+            )
         num_tokens = len({token for token in own if token < target.vocab_size} - {*different})
         if self.tree is not None and self.tree.num_children > num_tokens:
             raise SettingError(

@@ -474,10 +474,12 @@ class Engine:
 
         Raises:
           RequestError: requests are unfinished.
-          SettingError: a pytree of another structure, shape or dtype, which the message gives with
-            the path; arrays that were deleted; or a head that is not the embedding's where the
-            config says that it is tied.
+          SettingError: neither was given; a pytree of another structure, shape or dtype, which the
+            message gives with the path; arrays that were deleted; or a head that is not the
+            embedding's where the config says that it is tied.
         """
+        if target is None and draft is None:
+            raise SettingError("No weights were given; give target=..., draft=... or both.")
         with self._core.lock:
             is_lost = self._core.give_up_if_lost()
             self._core.release()

@@ -22,6 +22,7 @@ from jaxspec.cli import main
 from jaxspec.convert import convert
 from jaxspec.convert.gguf_reader import GgufFile
 from jaxspec.convert.verify import prompt_logits
+from jaxspec.errors import CheckpointError
 from jaxspec.load.models import cached_models
 from jaxspec.models.base import packed_model
 
@@ -69,6 +70,23 @@ def test_split_files(tmp_path, monkeypatch):
     whole, split = jaxspec.load_model(tmp_path / "model.gguf"), jaxspec.load_model(parts[1])
     assert_equal(split, whole)
     assert split.tokenizer.fingerprint() == whole.tokenizer.fingerprint()
+    second = parts[1].read_bytes()
+    parts[1].write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00003\.gguf cannot be read"):
+        jaxspec.load_model(parts[0])
+    parts[1].write_bytes(parts[2].read_bytes())
+    with pytest.raises(CheckpointError, match="it is part 3 by its contents"):
+        jaxspec.load_model(parts[0])
+    parts[1].write_bytes(second)
+
+
+def test_a_rope_factor_alone_is_linear(tmp_path):
+    """As llama.cpp reads it."""
+    factor = {"rope__scaling__factor": 2.0}
+    for name, changes in (("alone", factor), ("none", {"rope__scaling__type": "none", **factor})):
+        gguf_files.write_gguf(tmp_path / f"{name}.gguf", "qwen3", **changes)
+        scaling = jaxspec.load_model(tmp_path / f"{name}.gguf").config.rope.scaling
+        assert scaling == ("linear" if name == "alone" else "none")
 
 
 def test_each_dtype_is_kept_in_the_cache(tmp_path, monkeypatch):

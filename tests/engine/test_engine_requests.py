@@ -221,7 +221,12 @@ def test_what_cannot_be_taken_is_refused_while_others_run_on(engine, alone):
         (SettingError, "draft length of 9", lambda: engine.submit([5], draft_length=9)),
         (SettingError, "logprobs", lambda: engine.submit([5], SamplingParams(logprobs=1))),
         (RequestError, "'mine' was given twice", lambda: engine.submit([5], request_id="mine")),
-        (RequestError, "New weights were given while 1", lambda: engine.update_params()),
+        (
+            RequestError,
+            "New weights were given while 1",
+            lambda: engine.update_params(target=engine.target.params),
+        ),
+        (SettingError, "No weights were given; give target", engine.update_params),
         (RequestError, "emptied while requests", engine.reset),
     ):
         with pytest.raises(error, match=message):
