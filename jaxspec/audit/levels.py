@@ -103,7 +103,7 @@ class Level:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Those of the report, by name."""
+        """Figures for the report, by name."""
         return {
             "outputs": len(self.outputs),
             "exact": percent(self.exact),
@@ -155,7 +155,7 @@ class DistributionLevel:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Those of the report, by name."""
+        """Figures for the report, by name."""
         samples = self.samples
         return {
             "outputs": len(samples.log_evidence),
@@ -196,7 +196,7 @@ class TablesLevel:
 
     @property
     def figures(self) -> dict[str, Any]:
-        """Those of the report, by name."""
+        """Figures for the report, by name."""
         return {"outputs": self.num_outputs, "p, at least": f"{min(self.p_values.values()):.2g}"}
 
     def to_json(self) -> dict[str, Any]:

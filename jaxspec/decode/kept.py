@@ -34,7 +34,7 @@ from jaxspec.decode.state import (
     is_cache,
     mark_prefilled,
 )
-from jaxspec.drafters.base import Drafter, function_params
+from jaxspec.drafters.base import function_params
 from jaxspec.types import DecodeState, PyTree
 
 
@@ -71,12 +71,6 @@ class StoredRow:
         return StoredRow(pages=pages, rest=rest)
 
 
-def keeps_prefixes(drafter: Drafter) -> bool:
-    """Whether a drafter can keep the beginning of a row (`rewind`). One that cannot starts from
-    scratch, as with a new request."""
-    return getattr(drafter.rewind, "__func__", None) is not Drafter.rewind
-
-
 def continue_row(
     parts: RoundParts,
     params: PyTree,
@@ -102,10 +96,8 @@ def continue_row(
     state = mark_prefilled(admit_row(state, row, admission), row, start)
     drafter, own = parts.drafter, function_params(parts.drafter, params)
     rows = batch_view(state, is_chain=drafter.is_chain)
-    arguments = parts.resident_shape, own, state.drafter, rows, row
-    if keeps_prefixes(drafter):
-        return state.replace(drafter=drafter.rewind(*arguments, num_kept))
-    return state.replace(drafter=drafter.admit(*arguments))
+    rewound = drafter.rewind(parts.resident_shape, own, state.drafter, rows, row, num_kept)
+    return state.replace(drafter=rewound)
 
 
 def num_pages(num_slots: int) -> int:

@@ -7,14 +7,13 @@ import dataclasses
 from jaxspec.cache import layouts
 from jaxspec.cache.layouts import Layout
 from jaxspec.decode.state import LogprobsConfig
-from jaxspec.drafters.base import Drafter, NoDrafter
+from jaxspec.drafters.base import Drafter
 from jaxspec.models.base import Model
 from jaxspec.schedulers.base import Scheduler
 from jaxspec.schedulers.static import Static
 from jaxspec.telemetry.trace import TraceConfig
 from jaxspec.types import EngineShape, PyTree
 from jaxspec.verifiers.base import Verifier
-from jaxspec.verifiers.coupled import Coupled
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,8 +41,8 @@ class RoundParts:
     """
 
     target: Model
-    drafter: Drafter = dataclasses.field(default_factory=NoDrafter)
-    verifier: Verifier = dataclasses.field(default_factory=Coupled)
+    drafter: Drafter
+    verifier: Verifier
     scheduler: Scheduler = dataclasses.field(default_factory=Static)
     shape: EngineShape
     num_stop_tokens: int

@@ -220,9 +220,10 @@ class Drafter:
         A session calls it before a turn, instead of `admit`: the row will hold a prompt that begins
         with the same `num_kept` tokens. `rows` has that prompt. Missing state may lag (see
         `catch_up`), and `observe` shows a drafter with taps the last kept token again, because the
-        token after it has changed. For a drafter that does not define this, `admit` is called.
+        token after it has changed. By default the drafter starts from scratch, as with a new
+        request.
         """
-        return state
+        return self.admit(shape, params, state, rows, row)
 
 
 class TrainedDrafter(Drafter):

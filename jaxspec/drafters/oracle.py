@@ -113,11 +113,11 @@ class Oracle(Drafter):
         return {"sequence": state["sequence"].at[row].set(found), "cost": cost}
 
     def lag(self, state, rows: BatchView) -> jax.Array | None:
-        """That of `cost_of`."""
+        """Delegates to `cost_of`."""
         return self._cost.lag(state["cost"], rows)
 
     def catch_up(self, shape, params, state, rows: BatchView, chunk_rows) -> PyTree:
-        """That of `cost_of`."""
+        """Delegates to `cost_of`."""
         cost = self._cost.catch_up(shape, params["cost"], state["cost"], rows, chunk_rows)
         return {**state, "cost": cost}
 
@@ -151,11 +151,11 @@ class Oracle(Drafter):
         return draft, state
 
     def commit(self, shape, params, state, rows: BatchView, info: RoundInfo) -> PyTree:
-        """That of `cost_of`."""
+        """Delegates to `cost_of`."""
         cost = self._cost.commit(shape, params["cost"], state["cost"], rows, info)
         return {**state, "cost": cost}
 
     def rewind(self, shape, params, state, rows: BatchView, row, num_kept) -> PyTree:
-        """That of `cost_of`; the sequence still begins with the row's prompt."""
+        """Delegates to `cost_of`; the sequence still begins with the row's prompt."""
         cost = self._cost.rewind(shape, params["cost"], state["cost"], rows, row, num_kept)
         return {**state, "cost": cost}

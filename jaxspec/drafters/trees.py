@@ -231,18 +231,18 @@ class StaticTree(Tree):
         return levels
 
     def expand(self, level: jax.Array | int, value: jax.Array) -> jax.Array:
-        """Those of the nodes that have children."""
+        """The places of the nodes that have children."""
         place = jnp.asarray(self._place[np.maximum(self._expanded, 0)])[level]
         return jnp.broadcast_to(place, (value.shape[0], self.num_expanded))
 
     def keep(self, value: jax.Array) -> jax.Array:
-        """Those of the choices."""
+        """The places of the nodes that are choices."""
         level_size = self.num_expanded * self.num_children
         place = jnp.asarray((self.depth - 1) * level_size + self._place)
         return jnp.broadcast_to(place, (value.shape[0], self.num_nodes))
 
     def key_numbers(self, level: jax.Array | int) -> jax.Array:
-        """Of each node its number plus one."""
+        """Each node's number plus one."""
         return jnp.asarray(self._expanded + 1)[level]
 
 

@@ -108,7 +108,7 @@ class Choice:
 
     @property
     def variant(self) -> int:
-        """Of the drafter, for `Executor.run`."""
+        """The drafter's variant; see `Executor.run`."""
         return self.kind.variant
 
 
@@ -133,7 +133,7 @@ class Evidence:
 
     @classmethod
     def none(cls, longest: int) -> Evidence:
-        """Of drafts of up to `longest` tokens, before any round."""
+        """No evidence yet, of drafts of up to `longest` tokens."""
         reached, accepted, asked, drafted = ([0.0] * longest for _ in range(4))
         return cls(reached, accepted, asked, drafted)
 

@@ -384,17 +384,6 @@ class EngineCore:
             self._run_rounds()
         self._collect()
 
-    def _may_run_ahead(self) -> bool:
-        """Whether rounds may start before the result of the last ones is read: only if that result
-        cannot make anything but rounds come next. Rows end by themselves on the device."""
-        return (
-            self.executor.runs_ahead
-            and bool(self._rounds)
-            and not self.queue.has_waiting
-            and all(ticket.is_decoding for ticket in self.queue.tickets_by_row.values())
-            and self.drafting.runs_ahead
-        )
-
     def _end_early(self) -> None:
         """Ends requests that were given up, with the tokens seen so far, and frees their rows."""
         self.queue.end_waiting()
@@ -523,6 +512,17 @@ class EngineCore:
             in_background=executor.runs_ahead,
         )
         self._rounds.append(started)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether rounds may start before the result of the last ones is read: only if that result
+        cannot make anything but rounds come next. Rows end by themselves on the device."""
+        return (
+            self.executor.runs_ahead
+            and bool(self._rounds)
+            and not self.queue.has_waiting
+            and all(ticket.is_decoding for ticket in self.queue.tickets_by_row.values())
+            and self.drafting.runs_ahead
+        )
 
     def _collect(self) -> None:
         """Checks the rows after the oldest rounds that were not collected yet: buffers output for

@@ -120,8 +120,7 @@ class Engine:
                 "no effect; give max_logprobs too, or leave it out."
             )
         self.max_logprobs = None if parts.logprobs is None else parts.logprobs.num_top
-        self.layout, self.logprobs_mode = config.layout, config.logprobs_mode
-        self.rounds_per_sync, self.max_queue = config.rounds_per_sync, config.max_queue
+        self.layout, self.max_queue = config.layout, config.max_queue
         self.mesh, self.shape = self.executor.mesh, self.executor.shape
         self.verify_lengths = self.executor.verify_lengths
         self.num_residents = self.executor.num_rows

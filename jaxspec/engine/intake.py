@@ -141,7 +141,7 @@ class Intake:
                 f"Request {request.request_id} asks for {request.params.max_tokens} tokens, and "
                 f"the engine's max_length of {self.executor.shape.max_length} leaves room for "
                 f"{room} after its prompt of {len(request.prompt_token_ids)}: its output will be "
-                "cut there; raise max_length or lower max_tokens. (This is said once.)",
+                "cut there; raise max_length or lower max_tokens. (Shown once.)",
                 JaxspecWarning,
                 stacklevel=2,
             )

@@ -76,7 +76,7 @@ class RoundTimes:
 
     @property
     def kinds(self) -> tuple[RoundKind, ...]:
-        """Those that were measured."""
+        """The kinds of rounds that were measured."""
         return tuple(self.short_s)
 
     @property
@@ -300,7 +300,7 @@ class LearnedTimes:
 
     @property
     def kinds(self) -> tuple[RoundKind, ...]:
-        """Those that were measured."""
+        """The kinds of rounds that were measured."""
         return self.times.kinds
 
     def round_s(self, kind: RoundKind, context: int, live: float = 1.0) -> float:

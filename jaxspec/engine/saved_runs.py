@@ -220,7 +220,7 @@ class SavedRun:
 
     @property
     def sampling_params(self) -> list[SamplingParams]:
-        """Those of each completion, with its own seed and `n` 1."""
+        """The sampling parameters of each completion, with its own seed and `n` 1."""
         return [one.sampling_params for one in self.completions if one.sampling_params is not None]
 
     @property

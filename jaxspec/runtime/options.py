@@ -7,9 +7,8 @@ import math
 from typing import Any
 
 from jaxspec.errors import SettingError
-from jaxspec.runtime.values import LARGEST_BYTES, number
+from jaxspec.runtime.values import LARGEST_BYTES, LARGEST_COUNT, number
 
-LARGEST_COUNT = 2**31 - 1  # the device counts in int32
 LARGEST_NUMBER = LARGEST_BYTES  # of seeds, and of what the host counts
 
 
@@ -33,8 +32,8 @@ def check_numbers(options: Any) -> None:
 
 
 def check_counts(options: Any, *names: str) -> None:
-    """Raises `SettingError` unless these fields are counts: whole numbers from 1 to 2**31 - 1,
-    tuples of them, or None. A tuple may be empty if its default is."""
+    """Raises `SettingError` unless these fields are counts: whole numbers from 1 to
+    `LARGEST_COUNT`, tuples of them, or None. A tuple may be empty if its default is."""
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
     for name in names:
         value, option = getattr(options, name), _option(name)

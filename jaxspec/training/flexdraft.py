@@ -215,7 +215,7 @@ class FlexTask(DrafterTask):
 
     @property
     def num_read_layers(self) -> int:
-        """Those below the deep layers."""
+        """The number of layers below the deep ones."""
         return self.config.first_deep_layer
 
     def init_params(self, key: jax.Array, frozen: PyTree) -> PyTree:

@@ -268,11 +268,8 @@ class FlexDraft(TrainedDrafter):
         )
 
     def admit(self, shape, params, state: FlexState, rows: BatchView, row) -> FlexState:
-        """A new request has no hidden states."""
-        return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
-
-    def rewind(self, shape, params, state: FlexState, rows: BatchView, row, num_kept) -> FlexState:
-        """Forgets the hidden states: the row may reach the same length with other tokens."""
+        """Forgets the row's hidden states; after `rewind` too, which calls this: the row may reach
+        the same length with other tokens."""
         return state.replace(hidden_at=state.hidden_at.at[row].set(-1))
 
     def propose(

@@ -203,7 +203,7 @@ class Heads(TrainedDrafter):
 
     @staticmethod
     def param_dtype(path: tuple[str | int, ...], dtype: Any) -> jnp.dtype:
-        """Of a parameter of heads of `dtype`: a token map has integers."""
+        """The dtype of a parameter: int32 for a token map, otherwise `dtype`."""
         return jnp.dtype(jnp.int32 if path == ("token_map",) else dtype)
 
     @staticmethod

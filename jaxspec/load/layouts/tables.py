@@ -27,7 +27,6 @@ from jaxspec.errors import JaxspecWarning, ModelError
 from jaxspec.models.base import Model
 from jaxspec.types import PyTree
 
-Shape: TypeAlias = tuple[int, ...]
 Tensors: TypeAlias = Mapping[str, Tensor]
 
 
