@@ -67,6 +67,8 @@ class AuditCommand(
     time, each with a control run without the fault."""
     html: pathlib.Path | None = None
     """Write the report, with plots, to this HTML file."""
+    chat: bool = False
+    """Take each text prompt as a user's message, and apply the chat template."""
 
     dtype: DtypeName | None = None
     """Dtype of parameters and compute, and of KV unless --kv-dtype is given; default: the
@@ -106,7 +108,7 @@ class AuditCommand(
         """Raises `SettingError` for the first of these fields that was given together with
         `option`."""
         for name in others:
-            if getattr(self, name) is not None:
+            if getattr(self, name) not in (None, False):
                 other = name.replace("_", "-")
                 raise SettingError(
                     f"Both {option} and --{other} were given; {reason}, so leave one of them out."
@@ -149,7 +151,7 @@ class AuditCommand(
     def _audit_outputs(
         self, console: Console, target_name: str, path: pathlib.Path
     ) -> dict[str, Any]:
-        others = ("draft", "drafter", "prompts", "limit")
+        others = ("draft", "drafter", "prompts", "limit", "chat")
         self._refuse("--outputs", "an outputs file is audited without decoding", *others)
         paths = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
         if not paths:
@@ -204,7 +206,9 @@ class AuditCommand(
             check_draft_length(self.draft_length, settings.get("verify_length"))
         lines, inputs = self.read_prompts()
         target = self.load(target_name)
-        encoded = encode_prompts(lines, target, max_prompt_tokens=self.max_prompt_tokens)
+        encoded = encode_prompts(
+            lines, target, max_prompt_tokens=self.max_prompt_tokens, is_chat=self.chat
+        )
         num_requests = self.limit or len(encoded)
         prompts = [encoded[i % len(encoded)] for i in range(num_requests)]
         params = self.with_seeds(each, num_requests)

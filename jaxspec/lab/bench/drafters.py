@@ -114,7 +114,7 @@ class DraftersBench(Bench):
 
     NAME: ClassVar[str] = "drafters"
     TABLES: ClassVar[Tables] = {
-        "accuracy": ("accuracy on held-out texts of the target", ACCURACY),
+        "accuracy": ("accuracy on texts of the target", ACCURACY),
         "acceptance": ("tokens per round", ACCEPTANCE),
         "costs": ("stages of a round, and ratios with their quartiles", COSTS),
         "speeds": ("speed, prefill included", SPEEDS),
@@ -172,6 +172,7 @@ class DraftersBench(Bench):
         found: dict[str, Any] = {"holds": True}
         if "accuracy" in self.parts and texts is not None:
             found["accuracy"] = self._accuracy(target, drafters, texts)
+            found["texts_split"] = texts.header.get("split")
         if "acceptance" in self.parts:
             found["acceptance"], found["holds"] = self._acceptance(target, drafters, lines, prompts)
         if "costs" in self.parts:
@@ -214,7 +215,14 @@ class DraftersBench(Bench):
             "chain has one node, that of a tree as many as its shape allows, and a tree whose "
             "budget is spent has no more."
         )
-        return [(notes, "dim"), *super().remarks(document)]
+        remarks = [(notes, "dim"), *super().remarks(document)]
+        if document.get("texts_split") == "train":
+            texts = (
+                f"{self.texts} was written to train on (its header says so); drafters that were "
+                "trained on it are less accurate on other texts."
+            )
+            remarks.append((texts, "yellow"))
+        return remarks
 
     def _names(self) -> dict[str, str]:
         """The names of the drafters, by label.
