@@ -41,7 +41,10 @@ COMMANDS = {
         "commands.study:StudyCommand",
         "grids of runs: how acceptance scales; the published study",
     ),
-    "convert": ("commands.convert:ConvertCommand", "convert a Hugging Face checkpoint"),
+    "convert": (
+        "commands.convert:ConvertCommand",
+        "convert a Hugging Face checkpoint or GGUF file",
+    ),
     "train": (
         "commands.train:TrainCommand",
         "train a small model, a draft model, heads or FlexDraft",
@@ -435,7 +438,9 @@ commands:
 
 models:
   demo-target, demo-draft    a small trained pair that comes with the package
-  DIRECTORY                  converted, or of Hugging Face
+  smollm2-draft              a draft model for SmolLM2-135M-Instruct, and
+  smollm2-clover             heads for it, which come with the package too
+  DIRECTORY, FILE.gguf       converted or of Hugging Face, or in GGUF
   Qwen/Qwen3-0.6B            any hub id of a supported architecture
   random:PRESET              random weights, for measuring speed; PRESET is one
                              of vicuna-7b, vicuna-68m, llama-2-70b, qwen3-8b,

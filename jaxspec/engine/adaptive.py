@@ -532,6 +532,7 @@ class AdaptiveDrafting(FixedDrafting):
         self._started_s: float | None = None  # when they were started; None if they are not timed
         self._num_untimed = 0  # calls since the last that was timed
         self._was_plain = False  # whether the last ones were plain steps
+        self._verify_length = 0  # of the last ones
 
     def prepare(self, *, on_answer: Callable[[], None] | None = None) -> None:
         """Measures rounds, unless that was done; see `FixedDrafting`."""
@@ -674,12 +675,16 @@ class AdaptiveDrafting(FixedDrafting):
                 for one in drafting
             ),
         )
-        # A drafter that neither rested nor was left out of plain steps has seen everything.
-        must_read = choice.draft_length > 0 and (was_resting or self._was_plain)
+        # A drafter that neither rested nor was left out of plain steps has seen everything, but for
+        # tokens that n-grams drafted for it in wider windows.
+        verify_length = executor.verify_length_for(choice.draft_length)
+        is_narrower = verify_length < self._verify_length
+        self._verify_length = verify_length
+        must_read = choice.draft_length > 0 and (was_resting or self._was_plain or is_narrower)
         if must_read:
             executor.catch_up(lags())
         self._was_plain = choice.draft_length == 0
-        if executor.verify_length_for(choice.draft_length) > 1:  # else nothing can be drafted
+        if verify_length > 1:  # else nothing can be drafted
             self._set_draft_limits(tickets, choice.draft_length)
         self._choice = choice
         self._before = {ticket: ticket.acceptance for ticket in tickets.values()}

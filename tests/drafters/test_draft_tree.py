@@ -337,7 +337,9 @@ def test_trees_that_do_not_fit_are_refused(target):
     with pytest.raises(SettingError, match=r"min_confidence of 0.5 and the tree 3x3:9 were given"):
         DraftModel(MODEL, 0.5, BEAM)
     wide = DraftModel(MODEL, tree=BeamTree(width=99, depth=1, nodes=1))
-    with pytest.raises(SettingError, match=r"nodes of 99 children, and toy9 and toy0 share 61"):
+    with pytest.raises(
+        SettingError, match=r"nodes of 99 children, and toy9 can draft 61 tokens of toy0"
+    ):
         wide.check(target)
     with pytest.raises(SettingError, match="leaves out nodes because of their own tokens"):
         Engine(target, DraftModel(MODEL, tree=BEAM), verifier="rejection")

@@ -11,7 +11,7 @@ import pytest
 import toy
 
 import jaxspec
-from jaxspec.errors import ModelError
+from jaxspec.errors import ModelError, SettingError
 from jaxspec.models.base import packed_model
 from jaxspec.models.config import ModelConfig
 from jaxspec.models.prefill import chain_window
@@ -129,3 +129,18 @@ def test_configurations():
     for ids in ((3, 2), (2, 2), (-1, 4), (5, toy.VOCAB)):
         with pytest.raises(ModelError, match="2 ids are not in increasing order below 61"):
             toy.config(draft_vocabulary=ids)
+
+
+def test_a_vocabulary_of_another_target_is_refused():
+    """Without a tokenizer nothing else tells."""
+    small = toy.model(vocab_size=12)
+    drafter = jaxspec.DraftModel(reduced(draft_vocabulary=(0, 2, 3, 12, 30, 31, 59)))
+    with pytest.raises(ModelError, match=r"drafts 7 tokens, of which 4 are beyond .* \(12 tokens"):
+        drafter.check(small)
+    jaxspec.DraftModel(reduced()).check(toy.model(vocab_size=31))  # one of seven is
+
+
+def test_a_tree_has_no_more_children_than_the_vocabulary_has_tokens():
+    drafter = jaxspec.DraftModel(reduced(), tree=jaxspec.trees.BeamTree(width=8, depth=1, nodes=8))
+    with pytest.raises(SettingError, match=r"nodes of 8 children, and .* can draft 7 tokens of"):
+        drafter.check(toy.model())
