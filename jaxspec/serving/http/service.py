@@ -174,12 +174,19 @@ def param_of(error: JaxspecError) -> str | None:
 
 def described(problem: Mapping[str, Any]) -> tuple[str, str | None]:
     """A sentence for what is wrong with a body, and the field."""
-    names = [str(part) for part in problem["loc"] if part != "body"]
-    if not names or problem["type"] == "missing":
-        what = f"{names[0]} is missing" if names else "The body is no JSON object"
-        return f"{what}; give it as the API's reference says.", names[0] if names else None
+    parts = [part for part in problem["loc"] if part != "body"]
+    if not parts:
+        return "The body is no JSON object; give it as the API's reference says.", None
+    param = path = str(parts[0])
+    for part in parts[1:]:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int"):  # members of unions
+            path += f".{part}"
+    if problem["type"] == "missing":
+        return f"{path} is missing; give it as the API's reference says.", param
     wanted = problem["msg"].replace("Input should", "should").rstrip(".")
-    return f"{names[0]} {shown(problem.get('input'))} was given; it {wanted}.", names[0]
+    return f"{path} {shown(problem.get('input'))} was given; it {wanted}.", param
 
 
 class Sessions:

@@ -136,7 +136,14 @@ ERRORS = [
     (COMPLETIONS, b'{"max_tokens": ' + b"9" * 5000 + b"}", 400, None, "JSON"),
     (COMPLETIONS, with_prompt(prompt="a" * 30_000), 413, None, "max_body_bytes"),
     (CHATS, {"model": MODEL, "messages": []}, 400, "messages", "empty"),
-    (CHATS, {**CHAT, "messages": [{"content": "a"}]}, 400, "messages", "missing"),
+    (
+        CHATS,
+        {**CHAT, "messages": [{"content": "a"}]},
+        400,
+        "messages",
+        "messages[0].role is missing",
+    ),
+    (CHATS, {**CHAT, "messages": [{"role": 5}]}, 400, "messages", "messages[0].role 5 was given"),
     (CHATS, {**CHAT, "messages": [{"role": "user"}]}, 400, "messages", "content is missing"),
     (
         CHATS,
