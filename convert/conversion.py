@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxspec.checkpoint import format as checkpoint
 from jaxspec.checkpoint.manifest import write_manifest
-from jaxspec.errors import ModelError
+from jaxspec.errors import CheckpointError, ModelError
 from jaxspec.models import decoder
 from jaxspec.models.config import ModelConfig
 from jaxspec.runtime.compilation import check_not_forked
@@ -200,12 +200,17 @@ def convert_directory(
             if gguf:
                 of_tokenizer = Path(scratch) / directory.name
                 gguf.write_tokenizer(of_tokenizer)
-            prefix = convert_tokenizer(
-                of_tokenizer,
-                working / "tokenizer",
-                model_type=family.name,
-                vocab_size=config.vocab_size,
-            )
+            try:
+                prefix = convert_tokenizer(
+                    of_tokenizer,
+                    working / "tokenizer",
+                    model_type=family.name,
+                    vocab_size=config.vocab_size,
+                )
+            except CheckpointError as error:  # which names the GGUF file, not what was made of it
+                raise CheckpointError(
+                    str(error).replace(str(of_tokenizer), str(directory))
+                ) from error
         with _progress_bar(num_bytes, label=dst.name, is_shown=progress) as advance:
             stream_params(working, config, leaves, tensors, dtype=stored, advance=advance)
         write_manifest(

@@ -202,6 +202,11 @@ def test_sentencepiece(tmp_path):
     for sentence in SENTENCES:
         assert model.tokenizer.encode(sentence) == [1, *processor.encode(sentence)]
     assert model.tokenizer.hf.bos_token == "<s>"
+    (other := tmp_path / "other").mkdir()
+    settings["tokenizer.ggml.tokens"][5] = settings["tokenizer.ggml.tokens"][6]
+    with pytest.raises(CheckpointError, match=r"model\.gguf cannot be read") as caught:
+        tokenizer_of(other, settings)
+    assert str(other / "model.gguf") in str(caught.value)
 
 
 def test_generate_stops_at_the_end_of_a_turn(tmp_path, monkeypatch, capsys):
