@@ -50,6 +50,7 @@ _PASSAGE = re.compile(r"\A(?=\S)|(?<=\n\n)(?=\S)")
 _CHARACTERS_PER_TOKEN = 8
 # Without a file of held-out texts, each of so many texts is held out.
 _HELD_OUT_EVERY = 20
+_LONG_BEGINNING = 16  # tokens that two passages or chats do not share by chance
 
 Split: TypeAlias = Literal["train", "held-out"]
 OnText: TypeAlias = Callable[[int, int], None]
@@ -250,8 +251,9 @@ def read_texts(path: pathlib.Path) -> Texts:
 
 
 def held_out_part(texts: Sequence[Text], path: pathlib.Path) -> tuple[list[Text], list[Text]]:
-    """The texts in a file to train on, and those to measure on: every twentieth. Texts of which one
-    begins like a whole prompt of the other (the same passage or question) are not in both parts.
+    """The texts in a file to train on, and those to measure on: every twentieth. Texts with the
+    same prompt are not in both parts, nor those of which one's prompt, if it is long, begins the
+    other's: these are of the same passage or chat.
 
     Raises:
       ModelError: none is left to train on.
@@ -268,13 +270,16 @@ def held_out_part(texts: Sequence[Text], path: pathlib.Path) -> tuple[list[Text]
 
 
 def _first_texts_like(texts: Sequence[Text]) -> list[int]:
-    """For each text the place of the one whose prompt is the shortest beginning of its own."""
+    """For each text the place of the first one with the same prompt, or with a long beginning of
+    it."""
     first_like = list(range(len(texts)))
-    shortest: list[int] = []
+    beginning: list[int] = []
     for place in sorted(range(len(texts)), key=lambda place: texts[place].prompt):
         prompt = texts[place].prompt
-        if not shortest or prompt[: len(shortest)] != shortest:
-            shortest, first = prompt, place
+        is_same = prompt == beginning and bool(prompt)
+        is_begun = len(beginning) >= _LONG_BEGINNING and prompt[: len(beginning)] == beginning
+        if not is_same and not is_begun:
+            beginning, first = prompt, place
         first_like[place] = first
     return first_like
 

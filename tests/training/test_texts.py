@@ -269,9 +269,11 @@ def test_a_draft_model_learns_from_texts(target, tmp_path):
 def test_texts_that_begin_alike_are_not_in_both_parts():
     """Texts 0, 20 and 40 are measured on."""
     prompts = [[100 + place, 1] for place in range(41)]
+    prompts[20], prompts[40] = [*range(16)], [*range(30, 60)]
     prompts[5] = prompts[0]
     prompts[6] = [*prompts[20], 7]
-    prompts[7] = prompts[40][:1]
+    prompts[7] = prompts[40][:16]
+    prompts[8], prompts[9] = [*prompts[0], 7], prompts[40][:15]  # too short to be the same passage
     texts = [Text("any", "any", prompt, [place]) for place, prompt in enumerate(prompts)]
     training, held_out = held_out_part(texts, pathlib.Path("texts.jsonl"))
     assert held_out == [texts[0], texts[20], texts[40]]
