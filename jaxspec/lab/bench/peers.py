@@ -51,7 +51,7 @@ class Peer:
 
     Args:
       command: script and interpreter.
-      settings: what the script is told.
+      settings: of the script.
       directory: where it is started.
 
     Attributes:
@@ -66,12 +66,12 @@ class Peer:
         self._closing = contextlib.ExitStack()
         with contextlib.ExitStack() as closing:
             self._errors = closing.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
-            told = closing.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
-            json.dump(settings, told)
-            told.flush()
+            file = closing.enter_context(tempfile.NamedTemporaryFile("w", suffix=".json"))
+            json.dump(settings, file)
+            file.flush()
             try:
                 self._process = subprocess.Popen(
-                    [*command, told.name],
+                    [*command, file.name],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     stderr=self._errors,
